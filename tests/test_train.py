@@ -330,7 +330,7 @@ def test_a_restart_resumes_also_where_an_earlier_run_is_not_to_be_resumed(
     monkeypatch.setenv(environment.RESTARTS, str(restarts))
     never = config(tmp_path, resume="never", strategy="one_device", logical_cpus=0)
     reporter = run_reporter.RunReporter(create_strategy(1), tmp_path, print)
-    saved, log = tmp_path / checkpoint.FOLDER / "step_000000000012", tmp_path / "logs" / "events"
+    saved, log = tmp_path / checkpoint.FOLDER / "step_000000000012", tmp_path / "logs" / "train"
     for path in (saved, log):
         path.mkdir(parents=True)
     train = tfmulti.distribute_train((np.zeros((2, 1)),), reporter.strategy, 2)
@@ -342,6 +342,27 @@ def test_a_restart_resumes_also_where_an_earlier_run_is_not_to_be_resumed(
         # A start that ends before training leaves no checkpoint that a restart would take.
         command._train(never, False)
     assert saved.exists() == bool(restarts)
+
+
+def test_a_run_removes_no_files_of_others(tmp_path):
+    """As with `--workdir .`: all of logs/ and checkpoints/ was removed."""
+    logs, folder = tmp_path / "logs", tmp_path / checkpoint.FOLDER
+    written = [logs / "train", logs / "validation", logs / "devices_worker_0"]
+    written.append(folder / checkpoint.name_of(3))
+    others = [logs / "server", folder / "best.keras"]
+    for path in (*written, *others):
+        path.mkdir(parents=True)
+    (logs / "devices_worker_0.csv").touch()
+    strategy = create_strategy(1)
+    reporter = run_reporter.RunReporter(strategy, tmp_path, print)
+    train = tfmulti.distribute_train((np.zeros((2, 1)),), strategy, 2)
+    reporter.create_callbacks(train, config(tmp_path, resume="never"))
+    reporter.close()
+    assert list(logs.iterdir()) == others[:1]
+    reporter.finish(
+        keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]), {"weights_sha256": ""}
+    )
+    assert list(folder.iterdir()) == others[1:]
 
 
 ANOTHER_RUN = """

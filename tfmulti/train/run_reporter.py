@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -13,7 +14,7 @@ from pathlib import Path
 import keras
 
 from tfmulti import callbacks, checkpoint, keras_compat, marks, topology
-from tfmulti.checkpoint.folder_lock import FolderLock
+from tfmulti.checkpoint import folder_lock, generations
 from tfmulti.checkpoint.on_chief import on_chief
 from tfmulti.cluster import environment
 from tfmulti.runtime import console, files
@@ -136,7 +137,7 @@ class RunReporter:
         self.workdir = Path(workdir) if workdir else None
         self._print_fn, self.print_fn = print_fn, self._print_with_name
         self.progress = self.saver = None
-        self._lock = FolderLock(self.print_fn)
+        self._lock = folder_lock.FolderLock(self.print_fn)
 
     def _print_with_name(self, line):
         # A launcher already prefixes each line with the name.
@@ -197,7 +198,7 @@ class RunReporter:
         self._lock.take(self._checkpoints)
         self.workdir.mkdir(parents=True, exist_ok=True)
         if not resumes or not checkpoint.saved_in(self._checkpoints):
-            shutil.rmtree(self.workdir / "logs", ignore_errors=True)
+            _remove_logs(self.workdir / "logs")
 
     def _create_monitors(self, config) -> list:
         chosen = []
@@ -245,7 +246,9 @@ class RunReporter:
                 files.write_atomically(path, lambda temporary: temporary.write_text(text))
         coordination.min_and_max(self.strategy, 0)
         if self.workdir is not None and self.is_chief:
-            shutil.rmtree(self._checkpoints, ignore_errors=True)
+            generations.remove_all(self._checkpoints)
+            (self._checkpoints / folder_lock.NAME).unlink(missing_ok=True)
+            _remove_if_empty(self._checkpoints)
         coordination.leave_together(self.strategy)
         if self.name is not None:
             self._print_fn(f"{self.name}: weights_sha256={result['weights_sha256']}")
@@ -257,6 +260,21 @@ class RunReporter:
         elif _is_read_together(model):
             with tempfile.TemporaryDirectory() as folder:
                 model.save(Path(folder) / "model.keras")
+
+
+def _remove_logs(folder: Path) -> None:
+    """Removes what runs write into a folder of logs, and no files of others."""
+    for path in (folder / "train", folder / "validation", *folder.glob("devices_*")):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    _remove_if_empty(folder)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _is_read_together(model) -> bool:
