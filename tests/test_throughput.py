@@ -1,6 +1,7 @@
 """The speed of training: of steps and examples, the wait for data, and the time left."""
 
 import contextlib
+import itertools
 import time
 
 import keras
@@ -68,6 +69,24 @@ def test_throughput_counts_the_steps_of_a_call():
     callback = tfmulti.callbacks.Throughput(clock=Clock())
     fit([callback], steps_per_execution=3)
     assert (callback.steps, callback.examples) == (9, 30)
+
+
+def test_calls_that_do_not_divide_an_epoch_count_its_steps(tmp_path):
+    """Keras counts two steps for a call with the last one."""
+    lines = []
+    throughput, made = tfmulti.callbacks.Throughput(clock=Clock()), []
+
+    def callbacks(train):
+        # So much later at each reading that every call prints a line.
+        clock = itertools.count(0.0, 100.0).__next__
+        progress = tfmulti.callbacks.Progress(train, print_fn=lines.append, clock=clock)
+        made.append(tfmulti.callbacks.Checkpoint(tmp_path, train))
+        return [throughput, progress, *made]
+
+    fit(callbacks, epochs=2, steps_per_execution=2, position=(0, 0))
+    assert (throughput.steps, throughput.examples, made[0].saved) == (6, 20, [3, 6])
+    assert any("step 3/3" in line for line in lines)
+    assert not any("step 4/3" in line for line in lines)
 
 
 @pytest.mark.parametrize("kind", [Throughput, tfmulti.callbacks.Progress])

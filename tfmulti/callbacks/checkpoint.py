@@ -13,7 +13,7 @@ import keras
 from absl import logging
 
 from tfmulti import keras_compat, marks, topology
-from tfmulti.callbacks.throughput import check_dataset, steps_before
+from tfmulti.callbacks.throughput import check_dataset, steps_before, steps_done
 from tfmulti.checkpoint import callback_states, generations, optimizers, state
 from tfmulti.checkpoint.folder_lock import FolderLock
 from tfmulti.checkpoint.on_chief import on_chief
@@ -190,7 +190,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         """Saves if it is time, and ends if all workers have agreed to stop."""
-        done, self._last_batch, self._logs = batch - self._last_batch, batch, logs
+        last = steps_done(self.params, batch) - 1
+        done, self._last_batch, self._logs = last - self._last_batch, last, logs
         before, self._step = self._step, self._step + done
         self._unsaved = True
         has_requests = self._requests.receive()

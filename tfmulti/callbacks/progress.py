@@ -264,7 +264,7 @@ class Progress(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         """Draws the bar if it is time."""
-        self._meter.count(batch + 1)
+        self._meter.count(throughput.steps_done(self.params, batch))
         if self._is_time:
             self._show(logs or {})
 

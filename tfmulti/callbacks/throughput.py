@@ -147,6 +147,21 @@ def steps_before(dataset) -> int:
     return 0 if dataset is None else dataset.plan.steps_per_epoch - dataset.steps_left()
 
 
+def steps_done(params: Mapping, batch: int) -> int:
+    """Returns the steps of this epoch that are done after a call of the training function.
+
+    Keras counts `steps_per_execution` for each call, also where fewer were left for the last one.
+
+    Args:
+        params: What Keras gives to callbacks.
+        batch: The argument of `on_train_batch_end`.
+
+    >>> steps_done({"steps": 23}, 23), steps_done({"steps": None}, 23)
+    (23, 24)
+    """
+    return min(batch + 1, params.get("steps") or batch + 1)
+
+
 NAMES = (
     "examples_per_second",
     "examples_per_second_now",
@@ -286,10 +301,11 @@ class Throughput(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         """Counts the steps of a call; reads the examples at the epoch's last step."""
         is_first = not self.steps
-        self._meter.count(batch + 1)
+        done = steps_done(self.params, batch)
+        self._meter.count(done)
         if is_first:
             self._waited_before = self._seconds_waited()
-        if self.params.get("steps") and batch + 1 >= self.params["steps"]:
+        if done == self.params.get("steps"):
             self._end_steps()
 
     def on_test_begin(self, logs=None):
