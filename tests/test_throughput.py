@@ -89,6 +89,18 @@ def test_calls_that_do_not_divide_an_epoch_count_its_steps(tmp_path):
     assert not any("step 4/3" in line for line in lines)
 
 
+def test_examples_of_an_epoch_that_a_callback_ends_are_those_of_its_steps():
+    made = []
+
+    def callbacks(train):
+        made.append(tfmulti.callbacks.Throughput(train, clock=Clock()))
+        stop = lambda batch, logs: setattr(made[0].model, "stop_training", batch == 1)
+        return [*made, keras.callbacks.LambdaCallback(on_train_batch_end=stop)]
+
+    fit(callbacks, position=(0, 0))
+    assert (made[0].steps, made[0].examples) == (2, 8)
+
+
 @pytest.mark.parametrize("kind", [Throughput, tfmulti.callbacks.Progress])
 def test_a_dataset_without_a_position_is_refused(kind):
     with pytest.raises(ValueError, match="a result of distribute_train. Received: .* leave it out"):

@@ -153,9 +153,9 @@ class ShardPlan:
         rows = min(self.global_batch_size, self.num_examples - start)
         return rows + (-rows % self.num_replicas if self.remainder == "repeat_first" else 0)
 
-    def count_epoch(self, epoch: int, first_step: int = 0) -> int:
-        """Returns the number of rows of an epoch from a step on, without padding."""
-        return sum(self.count(epoch, step) for step in range(first_step, self.steps_per_epoch))
+    def count_epoch(self, epoch: int) -> int:
+        """Returns the number of rows of an epoch, without padding."""
+        return sum(self.count(epoch, step) for step in range(self.steps_per_epoch))
 
     def count_before(self, epoch: int, step: int = 0) -> int:
         """Returns the number of rows before a step of an epoch, without padding."""

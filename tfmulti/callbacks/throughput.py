@@ -344,7 +344,10 @@ class Throughput(keras.callbacks.Callback):
         if self._dataset is None:
             seen = _examples_seen(self.model)
         else:
-            seen = self._dataset.plan.count_epoch(self._dataset.position[0], self._first_step)
+            # A callback may have stopped training before the epoch's end.
+            taken = range(self._first_step, self._meter.done)
+            plan, epoch = self._dataset.plan, self._dataset.position[0]
+            seen = sum(plan.count(epoch, step) for step in taken)
         known = seen is not None and self.examples is not None
         self.examples = self.examples + seen if known else None
 
