@@ -79,7 +79,12 @@ def test_workers_that_are_late_after_a_restart_end_that_start_alone(
         (f"{ONE} --logical_cpus=2", ["`logical_cpus` above 1"]),
         (f"{ONE} --logical_cpus=2 --pipeline_stages=3", ["stages=3, logical_cpus=2", "cpus 3"]),
         ("--strategy=mirrored --pipeline_stages=2", ["needs one_device", "strategy='mirrored'"]),
-        (f"{ONE} --pipeline_stages=2 --estimate_memory=2", ["cannot estimate pipelines"]),
+        (f"{ONE} --pipeline_stages=2 --estimate_memory=2", ["cannot estimate models in parts"]),
+        ("--pipeline_stages=2 --estimate_memory=2", ["cannot estimate", "pipeline_stages=2, est"]),
+        (
+            "--strategy=multi_worker --tensor_parallel=kernel=column --estimate_memory=2",
+            ["cannot estimate", "tensor_parallel='kernel=column'", "Leave --tensor_parallel out"],
+        ),
         (f"{LOCAL} --pipeline_stages=2", [": synchronize_every=2, pipeline_stages=2."]),
         (f"{LOCAL} --tensor_parallel=x=row", ["synchronize_every=2, tensor_parallel='x=row'."]),
         (f"{LOCAL} --compression=bfloat16", ["synchronize_every=2, compression='bfloat16'."]),

@@ -25,6 +25,8 @@ def check(config: TrainConfig) -> None:
         )
     if config.tensor_parallel is not None:
         _check_layout(config)
+    if config.estimate_memory is not None:
+        _check_estimate(config)
     if config.compression is not None and config.sharded == "parameters":
         name, value = _sharding_flag(config)
         raise ValueError(
@@ -108,12 +110,6 @@ def _check_stages(config):
             f"{received}logical_cpus={config.logical_cpus}. "
             f"Use --logical_cpus {config.pipeline_stages}, or leave it out to use GPUs."
         )
-    if config.estimate_memory is not None:
-        raise ValueError(
-            "`estimate_memory` cannot estimate pipelines: it assumes that each worker runs the "
-            f"whole model. {received}estimate_memory={config.estimate_memory}, "
-            "strategy='one_device'. Leave --pipeline_stages out of the estimate."
-        )
 
 
 def _check_layout(config):
@@ -143,6 +139,16 @@ def _check_layout(config):
                 f"`tensor_parallel` cannot be combined with `{name}`: it already divides weights "
                 f"and slots over the workers. {given}, {name}={value!r}. Leave --{name} out."
             )
+
+
+def _check_estimate(config):
+    name, value = _sharding_flag(config)
+    if name != "shard":
+        raise ValueError(
+            "`estimate_memory` cannot estimate models in parts: it assumes that each worker runs "
+            f"the whole model. Received: {name}={value!r}, "
+            f"estimate_memory={config.estimate_memory}. Leave --{name} out of the estimate."
+        )
 
 
 def _check_local_steps(config):
