@@ -562,6 +562,13 @@ def test_batches_are_not_taken_for_examples(tmp_path, create, distribute):
         distribute(create(tmp_path), create_strategy(2), 4)
 
 
+@pytest.mark.parametrize("distribute", [distribute_train, distribute_eval])
+def test_sparse_examples_are_refused(distribute):
+    rows = tf.data.Dataset.from_tensor_slices((tf.sparse.eye(8, 3), np.zeros(8)))
+    with pytest.raises(ValueError, match="dense or ragged.* Received: SparseTensorSpec.* Use"):
+        distribute(rows, create_strategy(2), 4)
+
+
 def examples_of_a_folder(tmp_path):
     return images_of_a_folder(tmp_path, batch_size=None)
 

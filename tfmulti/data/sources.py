@@ -174,6 +174,7 @@ def create_source(data, shuffle_buffer: int):
                 "Use data.apply(tf.data.experimental.assert_cardinality(n)), with take(n) first "
                 "where it is endless."
             )
+        _refuse_sparse(data)
         _refuse_batches(data)
         _refuse_changing_order(data)
         return StreamSource(data, num_examples, shuffle_buffer)
@@ -197,6 +198,17 @@ def create_source(data, shuffle_buffer: int):
             f"Received: {sorted(lengths)} rows. Give one row for each example in every array."
         )
     return ArraySource(arrays, lengths.pop())
+
+
+def _refuse_sparse(dataset):
+    """Raises for sparse examples, of which a replica's rows cannot be cut out as of a tensor."""
+    specs = tf.nest.flatten(dataset.element_spec)
+    sparse = [spec for spec in specs if isinstance(spec, tf.SparseTensorSpec)]
+    if sparse:
+        raise ValueError(
+            "A `tf.data.Dataset` must hold dense or ragged tensors in distribute_train and "
+            f"distribute_eval. Received: {sparse[0]}. Use data.map with tf.sparse.to_dense."
+        )
 
 
 def _refuse_batches(dataset):
