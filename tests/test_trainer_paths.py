@@ -397,3 +397,18 @@ def test_the_launcher_learns_of_the_first_step_of_train_on_batch(tmp_path, monke
         seen.append(path.exists())
         model.train_on_batch(x, y)
     assert seen == [False, False] and path.exists()
+
+
+@pytest.mark.parametrize("name", ["BackupAndRestore", "OrbaxCheckpoint"])
+def test_callbacks_that_write_one_folder_from_all_workers_are_refused(name, monkeypatch):
+    kind = getattr(keras.callbacks, name, None)
+    if kind is None:
+        pytest.skip(f"this Keras has no {name}")
+    # The constructor of one of them needs a package of its own.
+    callback = kind.__new__(kind)
+    callback.backup_dir = callback.directory = "folder"
+    with create_strategy(2).scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    monkeypatch.setattr(fit_callbacks.topology, "num_workers", lambda strategy: 2)
+    with pytest.raises(ValueError, match=rf"`{name}` supports one worker.* Received: {name}\("):
+        fit_callbacks.prepare_callback(callback, model)

@@ -41,14 +41,18 @@ def prepare_callback(callback: keras.callbacks.Callback, model: keras.Model) -> 
     """Redirects the output of a callback to a temporary folder on every worker except the chief.
 
     Raises:
-        ValueError: For `BackupAndRestore`, which would have to read the chief's files on every
-            worker.
+        ValueError: For `BackupAndRestore` and `OrbaxCheckpoint`, which would have to read the
+            chief's files on every worker.
     """
     strategy = model.distribute_strategy
     if not keras_compat.is_ours(strategy) or topology.num_workers(strategy) == 1:
         return
+    # The oldest supported Keras has no `OrbaxCheckpoint`.
+    orbax = getattr(keras.callbacks, "OrbaxCheckpoint", ())
     if isinstance(callback, keras.callbacks.BackupAndRestore):
-        _refuse_backup(callback)
+        _refuse_backup("BackupAndRestore", callback.backup_dir)
+    if isinstance(callback, orbax):
+        _refuse_backup("OrbaxCheckpoint", callback.directory)
     if isinstance(callback, _READERS) and not hasattr(callback.on_epoch_end, "__wrapped__"):
         for method in ("on_train_batch_end", "on_epoch_end"):
             setattr(callback, method, _gathering(getattr(callback, method)))
@@ -136,11 +140,11 @@ def _temporary_folder() -> Path:
     return Path(folder)
 
 
-def _refuse_backup(callback):
+def _refuse_backup(name, folder):
     raise ValueError(
-        "`BackupAndRestore` supports one worker only: several workers that write to one folder "
+        f"`{name}` supports one worker only: several workers that write to one folder "
         "corrupt it, and with one folder each they can resume at different epochs. "
-        f"Received: BackupAndRestore({callback.backup_dir!r}) on several workers. "
+        f"Received: {name}({folder!r}) on several workers. "
         "Use tfmulti.callbacks.Checkpoint, or ModelCheckpoint, which only the chief writes, and "
         "load its file on every worker before `fit` with `initial_epoch`."
     )
