@@ -6,6 +6,7 @@ import pytest
 from replicas import create_strategy
 
 import tfmulti
+from tfmulti.checkpoint import callback_states, state
 
 
 class Halving(keras.callbacks.Callback):
@@ -72,3 +73,12 @@ def test_a_state_that_json_does_not_keep_is_refused(tmp_path):
     words = r"`state_dict` of a callback must return JSON.* Received: .*from KeepingAnArray"
     with pytest.raises(ValueError, match=words):
         train(tmp_path, KeepingAnArray(), 1)
+
+
+def test_values_that_are_not_a_number_are_kept_within_others():
+    nan = float("nan")
+    kept = [{"losses": [1.0, nan]}, [[nan], {"best": nan}], nan]
+    assert all(map(callback_states.is_json, kept))
+    assert not any(map(callback_states.is_json, [[(nan,)], {1: nan}, [np.zeros(1)]]))
+    logs = {"scores": np.array([0.5, nan])}
+    assert list(state.plain_logs(logs)) == ["scores"]

@@ -169,9 +169,18 @@ def _plain(value):
 def is_json(value) -> bool:
     """Whether a checkpoint preserves a value; a callback's value can be anything."""
     try:
-        return value != value or json.loads(json.dumps(value)) == value
+        return value != value or _is_same(json.loads(json.dumps(value)), value)
     except (TypeError, ValueError):
         return False
+
+
+def _is_same(kept, value) -> bool:
+    """Whether two values are equal, where NaN, as of a metric, is equal to itself."""
+    if isinstance(kept, dict) and isinstance(value, dict):
+        return kept.keys() == value.keys() and all(_is_same(kept[n], value[n]) for n in kept)
+    if isinstance(kept, list) and isinstance(value, list):
+        return all(map(_is_same, kept, value))
+    return kept == value or (kept != kept and value != value)
 
 
 def _best_weights(callback) -> list[np.ndarray]:
