@@ -210,6 +210,39 @@ def test_a_batch_size_that_is_to_be_found_is_refused():
         TrainConfig(per_replica_batch_size="auto", estimate_memory=2)
 
 
+class OwnStep(keras.Sequential):
+    """A step in a function, with an optimizer of its own; Keras compiles it with another one."""
+
+    def __init__(self):
+        super().__init__([keras.Input((UNITS,)), layers.Dense(3)])
+        self.own = keras.optimizers.Adam()
+
+    @tf.function
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.losses.sparse_categorical_crossentropy(y, self(x), from_logits=True)
+        weights = self.trainable_variables
+        self.own.apply(tape.gradient(loss, weights), weights)
+        return {"loss": tf.reduce_mean(loss)}
+
+
+def own_step(train):
+    model = OwnStep()
+    model.compile()
+    return model
+
+
+def test_slots_of_an_own_optimizer_count_and_an_own_function_is_said_to_be_left_out():
+    given = {"optimizer": None, "estimate_memory": 1}
+    found = memory_estimate.estimate(config(model="test_memory_estimate:own_step", **given))
+    # Adam's two for each weight, and that of the default RMSprop, which Keras builds too.
+    assert found["copies"].slots == pytest.approx(3 * found["copies"].weights, rel=0.02)
+    assert found["copies"].has_inner_graphs
+    plain = memory_estimate.estimate(config(model="test_memory_estimate:compiled", **given))
+    assert not plain["copies"].has_inner_graphs
+
+
 @pytest.mark.slow
 def test_loops_are_said_to_be_left_out(capsys):
     memory_estimate.show(config(model="test_memory_estimate:recurrent", estimate_memory=1))

@@ -26,7 +26,7 @@ from tfmulti.data import distribute_train
 from tfmulti.data.datasets import load_dataset
 from tfmulti.parallel import sharded_parameters
 from tfmulti.runtime import console, memory
-from tfmulti.step import owners, parameters, split_weights
+from tfmulti.step import model_contents, owners, parameters, split_weights
 from tfmulti.step.rows import zeros_of
 from tfmulti.strategies import create_strategy
 from tfmulti.train.config import TrainConfig
@@ -47,7 +47,11 @@ _IN_PLACE = (
 _NO_MEMORY = ("Const", "Placeholder", "VarHandleOp")
 # What malloc holds beside tensors, as measured on CPUs: a fraction of these.
 _ALLOCATED = 0.08
-_LOOPS = ("While", "StatelessWhile")
+# They have graphs of their own, in which tensors are not counted.
+_INNER_GRAPHS = (
+    *("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"),
+    *("PartitionedCall", "StatefulPartitionedCall"),
+)
 # What is in memory of gradients while they are added: their sums; and over the ring and NCCL, which
 # join small ones, also what is sent and received.
 _COPIES_TO_SEND = {"mpi": 1, "ring": 3}
@@ -68,7 +72,8 @@ class Estimate:
         slots: The optimizer's, of the worker that has the most.
         step: Activations and gradients, at the moment when they are largest.
         communication: What is sent and received of gradients.
-        has_loops: Whether the step has loops, whose memory is not known.
+        has_inner_graphs: Whether the step has loops, branches or functions, whose memory is not
+            known.
     """
 
     process: int
@@ -76,7 +81,7 @@ class Estimate:
     slots: int
     step: int
     communication: int
-    has_loops: bool
+    has_inner_graphs: bool
 
     @property
     def allocator(self) -> int:
@@ -113,8 +118,11 @@ def show(config: TrainConfig) -> None:
             each = dataclasses.replace(less[state], process=kept[state].process)
             table.add_row(state, "checkpointed", *_sizes(each))
     console.create_console().print(table)
-    if kept["copies"].has_loops:
-        notes.append("The step has loops (recurrent layers, say): what they keep is not counted.")
+    if kept["copies"].has_inner_graphs:
+        notes.append(
+            "The step has loops, branches or functions (recurrent layers, tf.cond, @tf.function): "
+            "what they keep is not counted."
+        )
     if devices.has_gpu():
         notes.append("All but the process is in the memory of the GPU.")
     for note in notes:
@@ -151,7 +159,8 @@ def estimate(config: TrainConfig) -> dict[str, Estimate]:
     trainable = sum(map(owners.bytes_of, model.trainable_variables))
     copies = _COPIES_TO_SEND.get(config.communication, _COPIES_TO_SEND["ring"])
     weights = sum(map(owners.bytes_of, model.variables))
-    slots = sum(map(owners.bytes_of, optimizer.variables))
+    optimizers = model_contents.optimizers_of(model, nested=True)
+    slots = _bytes_of_all(each.variables for each in optimizers)
     whole = Estimate(
         # Tracing takes memory too.
         process=max(before, memory.resident() - weights - slots),
@@ -159,7 +168,7 @@ def estimate(config: TrainConfig) -> dict[str, Estimate]:
         slots=slots,
         step=peak_of(graph, known),
         communication=copies * trainable if num_workers > 1 else 0,
-        has_loops=any(op.type in _LOOPS for op in graph.get_operations()),
+        has_inner_graphs=any(op.type in _INNER_GRAPHS for op in graph.get_operations()),
     )
     if num_workers == 1:
         return {"copies": whole}
@@ -169,7 +178,7 @@ def estimate(config: TrainConfig) -> dict[str, Estimate]:
         most = split_weights.most_updated(
             optimizer, model.trainable_variables, num_workers, by_rows
         )
-        undivided = _undivided_slots(optimizer, shard)
+        undivided = _undivided_slots(optimizers, shard)
         divided = (slots - undivided) * most / max(1, trainable)
         own[shard] = dataclasses.replace(whole, slots=undivided + round(divided))
     sharded_parameters.recompute_as_if_sharded(model)
@@ -189,11 +198,17 @@ def _compiled_model(config, split, strategy, train) -> keras.Model:
     return model
 
 
-def _undivided_slots(optimizer, shard) -> int:
+def _undivided_slots(optimizers, shard) -> int:
     """Returns the bytes of slots that every worker has for all weights."""
     if shard == "parameters":
         return 0
-    return sum(map(owners.bytes_of, keras_compat.averages_and_sums(optimizer)))
+    return _bytes_of_all(map(keras_compat.averages_and_sums, optimizers))
+
+
+def _bytes_of_all(lists) -> int:
+    """Returns the bytes of variables, each once: one optimizer may hold those of another."""
+    variables = {id(variable): variable for each in lists for variable in each}
+    return sum(map(owners.bytes_of, variables.values()))
 
 
 def _with_sharded_weights(own, model, num_workers, step, copies) -> Estimate:
