@@ -75,8 +75,25 @@ def test_repeat_first_fills_short_shards_with_the_first_examples():
 )
 def test_the_rows_of_an_epoch_are_counted_without_filler(remainder, count):
     plan = ShardPlan(43, 16, 4, remainder=remainder)
-    assert plan.count_epoch(0) == count
+    assert plan.count_before(1) == count
     assert sum(plan.batch(0, step)[1] for step in range(plan.steps_per_epoch)) == count
+
+
+@pytest.mark.parametrize("remainder", ["uneven", "pad", "drop", "repeat_first"])
+@pytest.mark.parametrize("steps", [None, 1, 2, 7])
+@pytest.mark.parametrize(("examples", "batch"), [(43, 16), (43, 15), (48, 16), (16, 16)])
+def test_rows_before_a_step_are_those_of_all_steps_before(examples, batch, steps, remainder):
+    plan = ShardPlan(examples, batch, 4, remainder=remainder, steps=steps)
+    counted = 0
+    for epoch in range(3):
+        for step in range(plan.steps_per_epoch):
+            assert plan.count_before(epoch, step) == counted
+            counted += plan.count(epoch, step)
+
+
+def test_rows_before_a_late_epoch_are_counted_at_once():
+    plan = ShardPlan(43, 16, steps=10**9)
+    assert plan.count_before(3) == 10**9 * 43
 
 
 def test_epochs_of_another_length_follow_one_another():

@@ -153,14 +153,12 @@ class ShardPlan:
         rows = min(self.global_batch_size, self.num_examples - start)
         return rows + (-rows % self.num_replicas if self.remainder == "repeat_first" else 0)
 
-    def count_epoch(self, epoch: int) -> int:
-        """Returns the number of rows of an epoch, without padding."""
-        return sum(self.count(epoch, step) for step in range(self.steps_per_epoch))
-
     def count_before(self, epoch: int, step: int = 0) -> int:
         """Returns the number of rows before a step of an epoch, without padding."""
-        whole = sum(self.count_epoch(number) for number in range(epoch))
-        return whole + sum(self.count(epoch, each) for each in range(step))
+        passes, steps = self.locate(epoch, step)
+        # All batches of a pass are like the first, but for the last one.
+        first, last = self.count(0, 0), self.count(0, self.steps_per_pass - 1)
+        return passes * ((self.steps_per_pass - 1) * first + last) + steps * first
 
     def batch(self, epoch: int, step: int) -> tuple[np.ndarray, int]:
         """Returns one global batch.

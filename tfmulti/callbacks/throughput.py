@@ -345,9 +345,9 @@ class Throughput(keras.callbacks.Callback):
             seen = _examples_seen(self.model)
         else:
             # A callback may have stopped training before the epoch's end.
-            taken = range(self._first_step, self._meter.done)
             plan, epoch = self._dataset.plan, self._dataset.position[0]
-            seen = sum(plan.count(epoch, step) for step in taken)
+            first, end = (plan.count_before(epoch, n) for n in (self._first_step, self._meter.done))
+            seen = end - first
         known = seen is not None and self.examples is not None
         self.examples = self.examples + seen if known else None
 
