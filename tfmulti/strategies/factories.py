@@ -319,8 +319,6 @@ def _check_arguments(given):
         devices_lib.check_names(given["devices"])
     advice = "Use 0 to leave the CPU unsplit."
     check_whole_number("logical_cpus", given["logical_cpus"], advice, at_least=0)
-    advice = "Use for example 4194304."
-    check_whole_number("bucket_bytes", given["bucket_bytes"], advice, optional=True)
 
 
 def _check_heartbeats(timeout_s):
