@@ -177,8 +177,11 @@ def each_dtype(strategy, worker):
     with strategy.scope():
         for name in (*names.split(), "complex128", "float8_e5m2"):
             initial = tf.cast(tf.constant([0.0, 1.0, 2.0]) + worker, tf.as_dtype(name))
-            read = tf.convert_to_tensor(tf.Variable(initial, dtype=initial.dtype))
-            results[name] = tf.cast(read, "complex128" if "complex" in name else "float64")
+            wide = "complex128" if "complex" in name else "float64"
+            for how, dtype in (("given", initial.dtype), ("of the value", None)):
+                read = tf.convert_to_tensor(tf.Variable(initial, dtype=dtype))
+                assert read.dtype == initial.dtype
+                results[f"{name}, dtype {how}"] = tf.cast(read, wide)
         layers = [keras.Input((3,)), keras.layers.Dense(2, dtype="bfloat16")]
         model = keras.Sequential(layers)
         model.compile("sgd", "mse")

@@ -18,22 +18,25 @@ class AllDtypesExtended(mwms.CollectiveAllReduceExtended):
 
     def _get_variable_creator_initial_value(self, replica_id, device, primary_var, **kwargs):
         create = super()._get_variable_creator_initial_value
-        dtype, initial = kwargs.get("dtype"), kwargs["initial_value"]
-        carried = _carried_as(dtype) if dtype is not None else None
         # Further replicas of a worker copy the value of its first, and send nothing.
-        if replica_id != 0 or carried is None:
+        if replica_id != 0:
             return create(replica_id, device, primary_var, **kwargs)
-        dtype = tf.as_dtype(dtype)
 
-        def encoded():
-            value = initial() if callable(initial) else initial
-            # So TensorFlow passes values that it restores from a checkpoint.
-            value = getattr(value, "wrapped_value", value)
-            return _converted(tf.convert_to_tensor(value, dtype), carried)
+        def receive():
+            initial = kwargs["initial_value"]
+            with tf.device(device):
+                value = initial() if callable(initial) else initial
+                # So TensorFlow passes values that it restores from a checkpoint.
+                value = getattr(value, "wrapped_value", value)
+                # Without a dtype, that of the value counts.
+                value = tf.convert_to_tensor(value, kwargs.get("dtype"))
+                carried = _carried_as(value.dtype)
+                sent = value if carried is None else _converted(value, carried)
+            settings = {**kwargs, "initial_value": sent, "dtype": sent.dtype}
+            received = create(replica_id, device, primary_var, **settings)()
+            return received if carried is None else _converted(received, value.dtype)
 
-        sent = {**kwargs, "initial_value": encoded, "dtype": carried}
-        receive = create(replica_id, device, primary_var, **sent)
-        return lambda: _converted(receive(), dtype)
+        return receive
 
 
 _BROADCAST = (tf.bool, tf.float32, tf.float16, tf.float64, tf.int32, tf.int64)
@@ -52,7 +55,6 @@ def _carried_as(dtype):
     Args:
         dtype: The dtype of the value.
     """
-    dtype = tf.as_dtype(dtype)
     if dtype in _BROADCAST:
         return None
     if dtype.is_floating:
