@@ -69,10 +69,12 @@ def test_what_a_callback_without_state_dict_has_changed_is_told(tmp_path):
     assert "`state_dict()`" in line
 
 
-def test_a_state_that_json_does_not_keep_is_refused(tmp_path):
+def test_a_state_that_json_does_not_keep_is_refused_before_the_first_step(tmp_path):
+    callback = KeepingAnArray()
     words = r"`state_dict` of a callback must return JSON.* Received: .*from KeepingAnArray"
     with pytest.raises(ValueError, match=words):
-        train(tmp_path, KeepingAnArray(), 1)
+        train(tmp_path, callback, 1)
+    assert callback.count == 0
 
 
 def test_values_that_are_not_a_number_are_kept_within_others():

@@ -412,3 +412,19 @@ def test_callbacks_that_write_one_folder_from_all_workers_are_refused(name, monk
     monkeypatch.setattr(fit_callbacks.topology, "num_workers", lambda strategy: 2)
     with pytest.raises(ValueError, match=rf"`{name}` supports one worker.* Received: {name}\("):
         fit_callbacks.prepare_callback(callback, model)
+
+
+def test_files_of_model_checkpoint_do_not_pile_up_where_nobody_reads_them(monkeypatch, tmp_path):
+    model = build(1, lambda: [keras.Input((4,)), keras.layers.Dense(1)])
+    monkeypatch.setenv(environment.PROGRESS, str(tmp_path / "progress"))
+    monkeypatch.setattr(fit_callbacks.topology, "num_workers", lambda strategy: 2)
+    monkeypatch.setattr(fit_callbacks.topology, "is_chief", lambda strategy: False)
+    callback = keras.callbacks.ModelCheckpoint(tmp_path / "kept" / "{epoch}.weights.h5")
+    callback.set_model(model)
+    fit_callbacks.prepare_callback(callback, model)
+    callback.set_params({"epochs": 2, "steps": 1})
+    for epoch in range(2):
+        callback.on_epoch_end(epoch, {"loss": 1.0})
+    assert not (tmp_path / "kept").exists()
+    [folder] = tmp_path.glob("tfmulti_*")
+    assert list(folder.iterdir()) == []

@@ -174,6 +174,9 @@ class Checkpoint(keras.callbacks.Callback):
             self._unsaved = self._is_at_last_step()
         elif self._unsaved:
             self._save(epoch, begun=True)
+        else:
+            # A `state_dict` that cannot be saved raises now, and not hours later.
+            callback_states.take(self._callbacks)
         self._epoch, self._last_batch = epoch, steps_before(self._dataset) - 1
         self._began = None if self._dataset is None else self._dataset.position
         self._copied = None

@@ -62,7 +62,11 @@ def prepare_callback(callback: keras.callbacks.Callback, model: keras.Model) -> 
         path = str(getattr(callback, name, None))
         if isinstance(callback, kind) and marks.PATH.get(callback) is None:
             marks.PATH.set(callback, path)
-            setattr(callback, name, str(_temporary_folder() / Path(path).name))
+            folder = _temporary_folder()
+            setattr(callback, name, str(folder / Path(path).name))
+            if kind is keras.callbacks.ModelCheckpoint:
+                for method in ("on_train_batch_end", "on_epoch_end"):
+                    setattr(callback, method, _leaving_empty(getattr(callback, method), folder))
 
 
 class GatherState(keras.callbacks.Callback):
@@ -128,6 +132,19 @@ def _gathering(method):
     def call(*args, **kwargs):
         with slots.collective_reads():
             return method(*args, **kwargs)
+
+    return call
+
+
+def _leaving_empty(method, folder):
+    """Wraps a callback's method so that its files, which nobody reads, do not pile up."""
+
+    @functools.wraps(method)
+    def call(*args, **kwargs):
+        result = method(*args, **kwargs)
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return result
 
     return call
 
