@@ -55,12 +55,12 @@ def table_of_replacements() -> str:
 
     tried = ", ".join(f"{name} {low} to {high}" for name, (low, high) in TRIED.items())
     rows = [
-        f"| tried with {tried} | what it repairs | where it acts | canary |",
+        f"| tried with {tried} | what it repairs | where it acts | test |",
         "|---|---|---|---|",
     ]
     for entry in TABLE:
         where = entry.used.__doc__ if entry.used else f"within `{entry.within}`"
-        cells = [f"`{entry.target}`", entry.repairs, where.rstrip("."), f"`{entry.canary}`"]
+        cells = [f"`{entry.target}`", entry.repairs, where.rstrip("."), f"`{entry.test}`"]
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
 

@@ -1,9 +1,9 @@
 """The only place that uses private names of Keras and TensorFlow.
 
 `table.TABLE` lists all functions that are replaced, each with the error or wrong result that the
-replacement repairs, and with its canary: a test in `tests/test_keras_compat.py` that fails when
-Keras and TensorFlow no longer need it. `table.TRIED` has the tested versions, `table.READ` and
-`table.ATTRIBUTES` the private names that are only read.
+replacement repairs, and with a test in `tests/test_keras_compat.py`: a canary, which fails when
+Keras and TensorFlow no longer need it, unless it serves this package alone. `table.TRIED` has
+the tested versions, `table.READ` and `table.ATTRIBUTES` the private names that are only read.
 """
 
 # Several names on a line: ruff would make it 140 lines.

@@ -214,7 +214,8 @@ class Replacement:
         used: Function of the arguments that returns whether one of our strategies is in use; its
             docstring says where that is.
         repairs: The error message, or the wrong result, without the replacement.
-        canary: The test that fails when the replacement is no longer needed.
+        test: The test that takes the replacement out. A canary, `test_canary_...`, fails when Keras
+            and TensorFlow no longer need it; of what only this package needs there is none.
         needs: Names of functions that `install` passes to `make`.
         arguments: Arguments of the original that it relies on; None if that is not a function.
         within: The name of the context manager.
@@ -226,7 +227,7 @@ class Replacement:
     make: Callable | None
     used: Callable | None
     repairs: str
-    canary: str
+    test: str
     needs: tuple[str, ...] = ()
     arguments: tuple[str, ...] | None = ()
     within: str = ""
@@ -243,16 +244,16 @@ class Replacement:
         replace(self.owner, self.name, lambda original: self.make(original, *needed), self.used)
 
 
-def model_entry(name, make, repairs, canary, **more) -> Replacement:
+def model_entry(name, make, repairs, test, **more) -> Replacement:
     """Returns an entry for a method of models."""
-    return Replacement(keras.Model, name, make, of_model, repairs, canary, **more)
+    return Replacement(keras.Model, name, make, of_model, repairs, test, **more)
 
 
-def scope_entry(owner, name, make, repairs, canary, **more) -> Replacement:
+def scope_entry(owner, name, make, repairs, test, **more) -> Replacement:
     """Returns an entry that acts in a strategy's scope."""
-    return Replacement(owner, name, make, in_scope, repairs, canary, **more)
+    return Replacement(owner, name, make, in_scope, repairs, test, **more)
 
 
-def temporary_entry(owner, name, within, repairs, canary, **more) -> Replacement:
+def temporary_entry(owner, name, within, repairs, test, **more) -> Replacement:
     """Returns an entry for a function that a context manager replaces temporarily."""
-    return Replacement(owner, name, None, None, repairs, canary, within=within, **more)
+    return Replacement(owner, name, None, None, repairs, test, within=within, **more)

@@ -1,7 +1,8 @@
 """The table of the functions of Keras and TensorFlow that are replaced, and the tested versions.
 
 A replacement acts where one of tfmulti's strategies is in use; elsewhere it calls the original
-function. Its canary in `tests/test_keras_compat.py` fails when upstream no longer needs it.
+function. Its canary in `tests/test_keras_compat.py` fails when upstream no longer needs it, unless
+it serves this package alone.
 """
 
 from __future__ import annotations

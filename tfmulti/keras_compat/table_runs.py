@@ -50,7 +50,7 @@ _ASSIGNMENTS = tuple(
         replaced_calls.counting_assignments,
         replacement.of_value,
         "a step that differs while a callback has changed a setting, between two spot checks",
-        "test_canary_assignments_are_not_counted",
+        "test_assignments_are_counted",
         arguments=("value",),
     )
     for name in ("assign", "assign_add", "assign_sub")
@@ -65,7 +65,7 @@ _CALLS = (
             # Not only models of our strategies: one created outside of the scope is to be found.
             replacement.while_a_strategy_exists,
             f"{_UNLIKE}; a model created outside the scope that silently trains on one device",
-            "test_canary_calls_are_not_looked_at",
+            "test_calls_are_looked_at",
             ("before_call", "during_call"),
             ("x",),
         )
@@ -78,7 +78,7 @@ _CALLS = (
             replaced_calls.before_calls(name),
             replacement.of_model_or_servers,
             "a step on a batch that is not verified",
-            "test_canary_calls_are_not_looked_at",
+            "test_calls_are_looked_at",
             ("before_batch",),
             ("x",),
         )
@@ -91,7 +91,7 @@ _CALLS = (
             replaced_calls.before_saving,
             replacement.of_model,
             "a file with one worker's own weights, between two averages of local steps",
-            "test_canary_a_model_is_saved_between_averages",
+            "test_no_model_is_saved_between_averages",
             ("before_saving",),
             ("filepath",),
         )

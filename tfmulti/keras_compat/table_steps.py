@@ -244,7 +244,7 @@ _LAYERS = (
             name,
             replaced_models.clear_gradients_of_masked_steps,
             "gradients of masked time steps that hold whatever the GPU's memory held",
-            "test_canary_cudnn_leaves_gradients_of_masked_steps_as_they_were",
+            "test_gradients_of_masked_steps_that_cudnn_leaves_are_cleared",
             arguments=("inputs", "mask"),
         )
         for name in ("_cudnn_lstm", "_cudnn_gru")
