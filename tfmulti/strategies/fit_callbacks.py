@@ -56,17 +56,21 @@ def prepare_callback(callback: keras.callbacks.Callback, model: keras.Model) -> 
     if isinstance(callback, _READERS) and not hasattr(callback.on_epoch_end, "__wrapped__"):
         for method in ("on_train_batch_end", "on_epoch_end"):
             setattr(callback, method, _gathering(getattr(callback, method)))
-    if topology.is_chief(strategy):
-        return
+    if not topology.is_chief(strategy):
+        _redirect(callback)
+
+
+def _redirect(callback):
+    """Gives a callback that writes files a temporary folder, once."""
     for kind, name in _PLACES:
-        path = str(getattr(callback, name, None))
-        if isinstance(callback, kind) and marks.PATH.get(callback) is None:
-            marks.PATH.set(callback, path)
-            folder = _temporary_folder()
-            setattr(callback, name, str(folder / Path(path).name))
-            if kind is keras.callbacks.ModelCheckpoint:
-                for method in ("on_train_batch_end", "on_epoch_end"):
-                    setattr(callback, method, _leaving_empty(getattr(callback, method), folder))
+        if not isinstance(callback, kind) or marks.PATH.get(callback) is not None:
+            continue
+        path, folder = str(getattr(callback, name, None)), _temporary_folder()
+        marks.PATH.set(callback, path)
+        setattr(callback, name, str(folder / Path(path).name))
+        if kind is keras.callbacks.ModelCheckpoint:
+            for method in ("on_train_batch_end", "on_epoch_end"):
+                setattr(callback, method, _leaving_empty(getattr(callback, method), folder))
 
 
 class GatherState(keras.callbacks.Callback):
