@@ -318,7 +318,7 @@ def test_data_that_fit_does_not_train_from_have_no_position_to_save(small, is_di
     saver = checkpoint(data, every_steps=1)
     given = (other,) if is_distributed else rows()
     size = {} if is_distributed else {"batch_size": BATCH_SIZE}
-    with pytest.raises(ValueError, match=r"`dataset` of `Checkpoint`.* Received: .* at \(0, 0\)"):
+    with pytest.raises(ValueError, match=r"`dataset` given to `Checkpoint`.* position, \(0, 0\)"):
         model.fit(*given, **size, verbose=0, callbacks=[saver])
     assert not saver.saved
     model.fit(data.map(lambda x, y: (2 * x, y)), epochs=2, verbose=0, callbacks=[saver])
@@ -513,7 +513,7 @@ def test_a_run_that_early_stopping_ended_is_not_trained_further(small, every_ste
     again, history_again = fit(9, told := [])
     assert history.epoch == history_again.epoch == [0, 1]
     assert_same_weights(model.get_weights(), again.get_weights())
-    assert "EarlyStopping had ended this run after epoch 2" in told[1]
+    assert "EarlyStopping ended this run after epoch 2" in told[1]
 
 
 def test_early_stopping_at_an_end_of_an_epoch_that_is_repeated_is_remembered(small):
@@ -529,7 +529,7 @@ def test_early_stopping_at_an_end_of_an_epoch_that_is_repeated_is_remembered(sma
     with pytest.raises(Killed):
         fit(End(6, kill))
     assert "resumed at step 6, epoch 1" in fit()[0]
-    assert "EarlyStopping had ended this run after epoch 2" in fit()[-1]
+    assert "EarlyStopping ended this run after epoch 2" in fit()[-1]
 
 
 def test_a_run_that_goes_on_after_early_stopping_is_trained_to_its_end(small):

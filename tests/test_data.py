@@ -328,7 +328,10 @@ def test_each_worker_reads_its_own_rows_only():
         (iter([1]), ["`data` must be arrays", "list_iterator"]),
         ((np.zeros((3, 2)), 5), ["one row for each example", "single value"]),
         ([np.zeros((3, 2)), np.zeros(3)], ["must be a tuple", "a list of 2", "((x1, x2),)"]),
-        (np.array([[1.5, True], [2, None]], object), ["texts only", "NoneType, bool, float, int"]),
+        (
+            np.array([[1.5, True], [2, None]], object),
+            ["only strings", "NoneType, bool, float, int"],
+        ),
         (np.array(["a", 1.5, b"c"], object), ["dtype object with values of type float"]),
         ((np.zeros(2), np.array(["2026-01-01", "2026-01-02"], "M8[D]")), ["datetime64[D]"]),
     ],
