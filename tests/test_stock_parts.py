@@ -135,6 +135,7 @@ def test_a_layer_of_rows_that_are_unlike(how, name):
     assert_as_one_device(make, is_untrained=how == "not trained", verify="auto")
 
 
+@pytest.mark.slow
 def test_images_are_equalized_by_the_histogram_of_the_whole_batch():
     def make():
         # In float32 the layer has no effect: a functional model takes its input for its output.
