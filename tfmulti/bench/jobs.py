@@ -23,7 +23,7 @@ from tfmulti.launch.group import Group
 from tfmulti.launch.logs import WorkerExit, log_tail, open_logs
 
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "-1"}
-"""Hides GPUs, which some configurations would use and others not."""
+"""Hides GPUs: some configurations would use them, and others would not."""
 _POLL_S = 0.1
 _END_S = 15.0
 

@@ -312,7 +312,7 @@ def _with_tensors(argument):
 
 
 def _is_array(value):
-    # TensorFlow takes NumPy's texts for Python's.
+    # TensorFlow treats NumPy's strings as Python's.
     return isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, np.str_)
 
 

@@ -70,7 +70,7 @@ def _redirect(callback):
         setattr(callback, name, str(folder / Path(path).name))
         if kind is keras.callbacks.ModelCheckpoint:
             for method in ("on_train_batch_end", "on_epoch_end"):
-                setattr(callback, method, _leaving_empty(getattr(callback, method), folder))
+                setattr(callback, method, _removing_files(getattr(callback, method), folder))
 
 
 class GatherState(keras.callbacks.Callback):
@@ -140,8 +140,8 @@ def _gathering(method):
     return call
 
 
-def _leaving_empty(method, folder):
-    """Wraps a callback's method so that its files, which nobody reads, do not pile up."""
+def _removing_files(method, folder):
+    """Wraps a callback's method so that the files it writes, which nobody reads, are removed."""
 
     @functools.wraps(method)
     def call(*args, **kwargs):
