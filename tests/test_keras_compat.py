@@ -20,6 +20,7 @@ from keras.src.backend import AutocastScope
 from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from tensorflow.python.data.ops import multi_device_iterator_ops
+from tensorflow.python.distribute import input_lib
 from tensorflow.python.framework import ops
 
 import tfmulti
@@ -846,6 +847,46 @@ def test_canary_datasets_of_devices_are_tuned(monkeypatch):
         whole = strategy.distribute_datasets_from_function(lambda _: tf.data.Dataset.range(4))
         iter(whole)
         assert len(made) == 4 and set(tuned_by(made)) == {expected}
+
+
+@contextlib.contextmanager
+def iterators(monkeypatch):
+    """A list to which every iterator over distributed data is added."""
+    created, name = [], "_create_iterators_per_worker"
+    create = getattr(input_lib, name)
+
+    def note(*args, **kwargs):
+        created.append(args)
+        return create(*args, **kwargs)
+
+    with monkeypatch.context() as context:
+        context.setattr(input_lib, name, note)
+        yield created
+
+
+def test_canary_every_epoch_creates_an_iterator_that_is_not_used(monkeypatch):
+    x = np.ones((4, 3), "float32")
+    for strategy, expected in ((ours(), 1), (stock(), 2), (ours(), 1)):
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        with iterators(monkeypatch) as created:
+            model.predict(x, batch_size=2, verbose=0)
+        assert len(created) == expected
+
+
+def test_an_iterator_is_created_for_each_epoch(monkeypatch):
+    x, strategy = np.ones((4, 3), "float32"), ours()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    settings = {"batch_size": 2, "verbose": 0, "validation_batch_size": 2}
+    with iterators(monkeypatch) as created:
+        model.fit(x, x[:, :1], epochs=2, validation_data=(x, x[:, :1]), **settings)
+        assert len(created) == 4
+        # With a number of steps one iterator goes on through the epochs.
+        created.clear()
+        model.fit(x, x[:, :1], epochs=3, steps_per_epoch=1, batch_size=2, verbose=0)
+    assert len(created) == 2
 
 
 def run_collectives(*arguments):

@@ -41,6 +41,30 @@ def prepare_callbacks(original, prepare, more):
     return set_model
 
 
+def only_iterators_in_use(original):
+    """Leaves out the iterator that Keras creates after each epoch, and then does not use.
+
+    Creating one for several replicas takes longer than a short epoch, and it reads ahead.
+
+    Args:
+        original: `EpochIterator._enumerate_iterator`.
+    """
+
+    def enumerate_epoch(self):
+        steps = original(self)
+        for step in steps:
+            yield step
+            is_whole = self.steps_per_epoch is None and self._num_batches
+            if is_whole and self._steps_seen >= self._num_batches:
+                # The next line of Keras's function would create one.
+                steps.close()
+                self._current_iterator = None
+                self.data_adapter.on_epoch_end()
+                return
+
+    return enumerate_epoch
+
+
 def end_epochs(original, settle, agree):
     """Makes workers agree on stopping after every epoch.
 

@@ -89,6 +89,11 @@ def of_dataset(dataset, *_, **__) -> bool:
     return is_ours(getattr(dataset, "_strategy", None))
 
 
+def of_epochs(epoch_iterator, *_, **__) -> bool:
+    """On Keras's iterator over data of one of our strategies."""
+    return is_ours(getattr(epoch_iterator, "_distribute_strategy", None))
+
+
 def of_launcher(launcher, *_, **__) -> bool:
     """In a replica of one of our strategies, or on its launchers of collectives."""
     return marks.LAUNCHES.get(launcher) or in_scope()

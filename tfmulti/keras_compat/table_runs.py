@@ -6,6 +6,7 @@ import keras
 from keras.src.backend.tensorflow import core as keras_core
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
+from keras.src.trainers import epoch_iterator
 from tensorflow.core.function.polymorphism import function_cache
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.data.ops import multi_device_iterator_ops
@@ -162,6 +163,14 @@ _AVERAGES = tuple(
 )
 
 _DATA = (
+    Replacement(
+        epoch_iterator.EpochIterator,
+        "_enumerate_iterator",
+        replaced_calls.only_iterators_in_use,
+        replacement.of_epochs,
+        "a second iterator over the data in each epoch, which nobody uses",
+        "test_canary_every_epoch_creates_an_iterator_that_is_not_used",
+    ),
     *(
         Replacement(
             owner,
