@@ -33,6 +33,12 @@ def pytest_configure(config):
         # Plain Keras would train on the GPU, and the replicas on CPUs.
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     devices.set_logical_cpus(4)
+    if config.option.markexpr == "not slow":
+        # A step runs a few times here: optimizing its graph takes longer than it saves. Workers,
+        # and `make test-all`, run with TensorFlow's defaults.
+        import tensorflow as tf
+
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     if replicas.ON == "collectives":
         from tfmulti.strategies import factories
 

@@ -225,7 +225,8 @@ def train_moving(num_replicas, folder, *more, epochs=2, print_fn=print):
 
 
 # On two replicas the last batch has 6 and 5 rows, for which each draws other numbers.
-@pytest.mark.parametrize("num_replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_replicas", [1, 2])
 def test_variables_and_generators_that_a_model_holds_go_on_where_they_were(num_replicas, tmp_path):
     expected = train_moving(num_replicas, tmp_path / "whole")
     with pytest.raises(Killed):
@@ -498,7 +499,8 @@ def test_a_finished_run_goes_on_with_the_averages_that_it_left_also_if_its_last_
     assert_same_weights(model.get_weights(), again.get_weights())
 
 
-@pytest.mark.parametrize("every_steps", [None, 3])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("every_steps", [3, None])
 def test_a_run_that_early_stopping_ended_is_not_trained_further(small, every_steps):
     create, checkpoint = small
 

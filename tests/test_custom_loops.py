@@ -69,7 +69,7 @@ def train(strategy, create_loss, eager=False, operation="MEAN", rows=17):
     return [*model.get_weights(), loss]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_keras_losses_under_the_distributed_tape_are_those_of_one_device(name):
     expected = train(replicas.create_strategy(1), LOSSES[name])

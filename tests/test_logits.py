@@ -64,7 +64,7 @@ def assert_equal(found, expected):
         np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("change", [None, with_whole_batches], ids=["one number", "explicit"])
 def test_losses_of_the_whole_batch(change, activation):
@@ -72,6 +72,7 @@ def test_losses_of_the_whole_batch(change, activation):
     assert_equal(found, train(create_strategy(1), activation))
 
 
+@pytest.mark.slow
 def test_gathered_predictions():
     found = train(create_strategy(2), kind=Gathers)
     assert_equal(found, train(create_strategy(1)))

@@ -232,7 +232,7 @@ def test_mpiexec_needs_no_tf_config(mpiexec):
     assert len(digests) == 2 and len(set(digests)) == 1
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "failing", "expected"),
     [

@@ -198,6 +198,7 @@ def index_of_worker():
     return json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 
 
+@pytest.mark.slow
 def test_what_the_chief_returns_comes_back(capsys):
     array = np.arange(1_000_000.0)
 

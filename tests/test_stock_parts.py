@@ -46,12 +46,32 @@ def made(settings):
     return {key: value() if callable(value) else value for key, value in settings.items()}
 
 
-def model_around(name, table, rows="alike"):
-    """A model with a layer amid others, those before it trainable where it has a gradient."""
-    kind, settings = table[name]
+def alike(names, key):
+    """Groups of at most six names that have the same key: `names` of a test."""
+    by_key = {}
+    for name in names:
+        by_key.setdefault(key(name), []).append(name)
+    groups = [each[i : i + 6] for each in by_key.values() for i in range(0, len(each), 6)]
+    # The first one is a sample of the test.
+    groups.sort(key=len)
+    return [pytest.param(group, id="-".join(group)) for group in groups]
+
+
+def model_around(names, table, rows="alike"):
+    """A model with an output for each layer amid others, those before it trainable if it can be."""
+    kind, _ = table[names[0]]
     inputs, targets = stock_parts.ROWS[rows]
     rows = inputs[kind]
     given = keras.Input(rows.shape[1:], dtype="string" if kind == "texts" else rows.dtype)
+    outputs = [output_of(name, table, given) for name in names]
+    model = keras.Model(given, outputs)
+    more = {"metrics": [["mae"] for _ in outputs]}
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.5), ["mse" for _ in outputs], **more)
+    return model, rows, [targets["real"][:, :1]] * len(outputs)
+
+
+def output_of(name, table, given):
+    kind, settings = table[name]
     layer = getattr(keras.layers, name)(**made(settings))
     keeps = kind in ("numbers", "texts", "pixels")
     hidden, other = (given if keeps else keras.layers.Dense(4, "tanh")(given) for _ in range(2))
@@ -63,9 +83,7 @@ def model_around(name, table, rows="alike"):
     else:
         hidden = layer(hidden)
     hidden = keras.layers.Flatten()(keras.layers.Rescaling(0.01 if kind == "pixels" else 1)(hidden))
-    model = keras.Model(given, keras.layers.Dense(1)(hidden))
-    model.compile(keras.optimizers.SGD(0.01, momentum=0.5), "mse", metrics=["mae"])
-    return model, rows, targets["real"][:, :1]
+    return keras.layers.Dense(1, name=f"of_{name}")(hidden)
 
 
 def model_of_outputs(activation, targets, losses, more, rows):
@@ -110,29 +128,38 @@ def assert_as_one_device(make, **more):
         np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=2e-6, err_msg=name)
 
 
+def groups_of_layers(apart=()):
+    for how, table in LAYERS.items():
+        inputs = {name: table[name][0] for name in here(table, "layers") if name not in apart}
+        for each in alike(inputs, inputs.get):
+            yield pytest.param(how, *each.values, id=each.id)
+
+
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "how, name", [(how, name) for how in LAYERS for name in here(LAYERS[how], "layers")]
-)
-def test_a_layer(how, name):
-    table = LAYERS[how]
-    assert_as_one_device(lambda: model_around(name, table), is_untrained=how == "not trained")
+@pytest.mark.parametrize("how, names", groups_of_layers())
+def test_layers(how, names):
+    assert_as_one_device(
+        lambda: model_around(names, LAYERS[how]), is_untrained=how == "not trained"
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how, name", [(how, name) for how in LAYERS for name in here(LAYERS[how], "layers")]
-)
-def test_a_layer_of_rows_that_are_unlike(how, name):
-    table = LAYERS[how]
-
+@pytest.mark.parametrize("how, names", groups_of_layers(apart=["GroupNormalization"]))
+def test_layers_of_rows_that_are_unlike(how, names):
     def make():
-        # A group that varies little amplifies rounding: by 4e-5 in float32, 2e-15 in float64.
-        if name == "GroupNormalization":
-            keras.mixed_precision.set_global_policy("float64")
-        return model_around(name, table, "unlike")
+        return model_around(names, LAYERS[how], "unlike")
 
     assert_as_one_device(make, is_untrained=how == "not trained", verify="auto")
+
+
+@pytest.mark.slow
+def test_groups_that_vary_little():
+    def make():
+        # They amplify rounding: by 4e-5 in float32, 2e-15 in float64.
+        keras.mixed_precision.set_global_policy("float64")
+        return model_around(["GroupNormalization"], LAYERS["alone"], "unlike")
+
+    assert_as_one_device(make, verify="auto")
 
 
 @pytest.mark.slow
@@ -140,7 +167,7 @@ def test_images_are_equalized_by_the_histogram_of_the_whole_batch():
     def make():
         # In float32 the layer has no effect: a functional model takes its input for its output.
         keras.mixed_precision.set_global_policy("float64")
-        return model_around("Equalization", LAYERS["alone"], "unlike")
+        return model_around(["Equalization"], LAYERS["alone"], "unlike")
 
     assert_as_one_device(make, verify="auto")
 
@@ -159,37 +186,47 @@ def test_texts_are_as_long_as_the_longest_of_the_whole_batch():
     assert_as_one_device(make, verify="auto")
 
 
-@pytest.mark.sampled(1)
+# Keras refuses weights of rows where a loss is no mean over rows, and for these metrics.
+UNWEIGHTED = ("Circle", "Dice", "Tversky", "BinaryIoU", "IoU", "MeanIoU")
+
+
+def groups_of_outputs(table, kind):
+    return alike(here(table, kind), lambda name: (table[name][:2], name in UNWEIGHTED))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", stock_parts.ROWS)
-@pytest.mark.parametrize("name", here(stock_parts.LOSSES, "losses"))
-def test_a_loss(name, rows):
-    targets, activation = stock_parts.LOSSES[name]
-    # Keras refuses weights of rows where a loss is no mean over rows.
-    weighted = name not in ("Circle", "Dice", "Tversky")
+@pytest.mark.parametrize("names", groups_of_outputs(stock_parts.LOSSES, "losses"))
+def test_losses(names, rows):
+    targets, activation = stock_parts.LOSSES[names[0]]
 
     def make():
         # Some have values, or gradients, of hundreds: their rounding would not be small.
         keras.mixed_precision.set_global_policy("float64")
-        made = getattr(keras.losses, name)
-        losses = [made(reduction=reduction, dtype="float64") for reduction in REDUCTIONS]
+        losses = [
+            getattr(keras.losses, name)(reduction=reduction, dtype="float64")
+            for name in names
+            for reduction in REDUCTIONS
+        ]
         return model_of_outputs(activation, targets, losses, {}, rows)
 
-    assert_as_one_device(make, weighted=weighted)
+    assert_as_one_device(make, weighted=names[0] not in UNWEIGHTED)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", stock_parts.ROWS)
-@pytest.mark.parametrize("name", here(stock_parts.METRICS, "metrics"))
-def test_a_metric(name, rows):
-    targets, activation, settings = stock_parts.METRICS[name]
-    # Keras fails with the others: they take weights of single outputs only.
-    weighted = name not in ("BinaryIoU", "IoU", "MeanIoU")
+@pytest.mark.parametrize("names", groups_of_outputs(stock_parts.METRICS, "metrics"))
+def test_metrics(names, rows):
+    targets, activation, _ = stock_parts.METRICS[names[0]]
+    weighted = names[0] not in UNWEIGHTED
+    settings = {name: stock_parts.METRICS[name][2] for name in names}
 
     def make():
-        made = getattr(keras.metrics, name)
-        metrics = {"metrics": [made(**settings)]}
+        metrics = {"metrics": [getattr(keras.metrics, x)(**settings[x]) for x in names]}
         if weighted:
-            metrics["weighted_metrics"] = [made(**settings, name="weighted")]
+            metrics["weighted_metrics"] = [
+                getattr(keras.metrics, x)(**settings[x], name=f"weighted_{x}") for x in names
+            ]
         loss = "sparse_categorical_crossentropy" if targets == "class" else "mse"
         return model_of_outputs(activation, targets, [loss], metrics, rows)
 

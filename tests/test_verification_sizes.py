@@ -135,7 +135,7 @@ class WholePairs(TrimmedPairs):
         return tf.reduce_mean(tf.nn.softplus(pairs[:, 0] - pairs[:, 1]))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [TrimmedPairs, WholePairs])
 def test_another_size_in_a_later_call_is_verified_before_it_runs(make):
     """Batches of 8 leave pairs whole on two replicas, those of 10 do not."""

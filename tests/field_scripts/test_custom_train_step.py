@@ -90,7 +90,7 @@ def assert_same(run, reference):
     np.testing.assert_allclose(run[1], reference[1], rtol=0, atol=1e-6)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_of", [mean_of_a_function, both, compiled_loss])
 def test_own_step_does_as_on_one_device(loss_of):
     assert_same(fit(3, loss_of), fit(1, loss_of))
