@@ -344,6 +344,31 @@ def test_predict_on_batch_of_a_custom_step_is_one_devices(eager):
         np.testing.assert_allclose(found["mean"], expected["mean"], atol=1e-6)
 
 
+@pytest.mark.slow
+def test_eager_steps_agree_where_a_replica_has_no_rows():
+    """Its tensors alone show that its batch has no rows: the others must communicate as it does."""
+    x, y, _ = rows(9)
+
+    def train(num_replicas):
+        keras.utils.set_random_seed(1)
+        with create_strategy(num_replicas, verify="never").scope():
+            normalization = keras.layers.Normalization()
+            normalization.adapt(x)
+            inputs = keras.Input((4,))
+            inner = normalization(inputs)
+            inner = keras.layers.BatchNormalization(synchronized=True)(inner)
+            outputs = {name: keras.layers.Dense(1, name=name)(inner) for name in "ab"}
+            model = keras.Model(inputs, outputs)
+            model.compile("sgd", {"a": "mse", "b": "mae"}, run_eagerly=True)
+        data = {"x": x, "y": {"a": y, "b": y}, "batch_size": 4, "verbose": 0}
+        history = model.fit(**data, shuffle=False).history
+        tested = model.evaluate(**data, return_dict=True)
+        tested = {f"test/{name}": value for name, value in tested.items()}
+        return history | tested | {"weights": weights_of(model)}
+
+    assert_same(train(1), train(2))
+
+
 class OwnTrainFunction(keras.Model):
     """Makes the function of a step itself, by the strategy or as on one device."""
 
