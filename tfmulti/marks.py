@@ -53,6 +53,8 @@ UPDATES_ALIKE = Mark("updates_alike", False)
 """Whether it updates replicas alike in any step."""
 HAS_LOCAL_SUMS = Mark("has_local_sums", False)
 """Whether each replica accumulates gradients of its own."""
+SETTLED_AT = Mark("settled_at")
+"""After how many steps every replica was last given the sum of all; see `step.accumulation`."""
 
 # Models.
 CALL = Mark("call", ("", False))

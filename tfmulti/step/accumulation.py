@@ -96,11 +96,12 @@ def settle(model: keras.Model, optimizers) -> None:
         model: The model that is trained.
         optimizers: Its optimizers.
     """
+    some = [each for each in optimizers if _has_local_sums(each)]
     sums = [
         total
-        for optimizer in optimizers
-        if marks.HAS_LOCAL_SUMS.get(optimizer) and keras_compat.is_accumulating(optimizer)
-        for total in keras_compat.accumulators(optimizer, model.trainable_variables)
+        for optimizer in some
+        # Of all variables that it was built for: the model may have been frozen since.
+        for total in keras_compat.accumulators(optimizer, keras_compat.updated_variables(optimizer))
     ]
     if not sums:
         return
@@ -111,6 +112,21 @@ def settle(model: keras.Model, optimizers) -> None:
 
     strategy = model.distribute_strategy
     tf.function(lambda: strategy.run(settle_replica))()
+    if not keras_compat.in_separate_traces():
+        for optimizer in some:
+            marks.SETTLED_AT.set(optimizer, keras_compat.num_steps(optimizer))
+
+
+def is_settled(model: keras.Model) -> bool:
+    """Whether every replica holds the sums of all for the optimizer that `compile` was given."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None or not _has_local_sums(optimizer):
+        return True
+    return marks.SETTLED_AT.get(optimizer) == keras_compat.num_steps(optimizer)
+
+
+def _has_local_sums(optimizer) -> bool:
+    return marks.HAS_LOCAL_SUMS.get(optimizer) and keras_compat.is_accumulating(optimizer)
 
 
 def settle_compiled(model: keras.Model) -> None:
