@@ -1,6 +1,7 @@
 """The ways into Keras's trainer other than `fit` on dense arrays, under several replicas."""
 
 import itertools
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -311,6 +312,26 @@ def test_a_step_reduces_as_little_as_it_needs(distributed, reductions, all_reduc
     else:
         model.fit(x, y, batch_size=8, verbose=0)
     assert len(all_reduces) == 2 * reductions
+
+
+class Batch(NamedTuple):
+    x: Any
+    y: Any
+
+
+@pytest.mark.parametrize("source", ["dense", "ragged", "distribute_train", "map"])
+def test_a_batch_that_is_a_namedtuple_stays_one(source):
+    x, y, _ = rows(8)
+    strategy, x = create_strategy(2), tf.RaggedTensor.from_tensor(x) if source == "ragged" else x
+    examples = tf.data.Dataset.from_tensor_slices(Batch(x, y))
+    own = source in ("distribute_train", "map")
+    batches = tfmulti.distribute_train(examples, strategy, 4, seed=0) if own else examples.batch(4)
+    # Twice: the second function was given the parts of what the first one returned.
+    for _ in range(2 if source == "map" else 0):
+        batches = batches.map(lambda batch: batch._replace(y=batch.y + 0))
+    drawn = next(iter(strategy.experimental_distribute_dataset(batches)))
+    assert type(drawn) is Batch
+    assert len(strategy.experimental_local_results(drawn.y)[1]) == 2
 
 
 class Centred(keras.Model):

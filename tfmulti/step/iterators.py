@@ -125,7 +125,7 @@ class SplitBatches:
         numbers, count = topology.local_batch_indices(strategy), strategy.num_replicas_in_sync
 
         def cut(*parts):
-            batch = parts if isinstance(dataset.element_spec, tuple) else parts[0]
+            batch = rows.of_arguments(parts, dataset.element_spec)
             return tuple(
                 rows.take_replica_rows(batch, number, count, in_chunks=on_demand)
                 for number in numbers

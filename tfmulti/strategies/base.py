@@ -217,7 +217,7 @@ def _copied(dataset):
     """Returns a dataset whose batches are copies."""
 
     def copy(*parts):
-        batch = parts if isinstance(dataset.element_spec, tuple) else parts[0]
+        batch = rows.of_arguments(parts, dataset.element_spec)
         return tf.nest.map_structure(lambda part: tf.raw_ops.DeepCopy(x=part), batch)
 
     return dataset.map(copy)
