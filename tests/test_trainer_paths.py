@@ -11,6 +11,7 @@ from replicas import create_strategy
 
 import tfmulti
 from tfmulti.cluster import environment
+from tfmulti.step import rows as replica_rows
 from tfmulti.strategies import fit_callbacks
 
 NUM_ROWS, BATCH_SIZE = 33, 16  # The last batch has one row.
@@ -105,6 +106,22 @@ def test_ragged_and_sparse_inputs_give_one_devices_result(data, layers):
     one = train(1)
     for num_replicas in (2, 3):
         assert_same(one, train(num_replicas))
+
+
+class OfDense(keras.layers.Layer):
+    def call(self, x):
+        return tf.sparse.to_dense(x) if isinstance(x, tf.SparseTensor) else x
+
+
+def test_predict_takes_a_sparse_tensor():
+    x = tf.sparse.from_dense(rows(9)[0])
+    with create_strategy(2).scope():
+        model = keras.Sequential([keras.Input((4,), sparse=True), OfDense()])
+    predicted = model.predict(x, batch_size=4, verbose=0)
+    np.testing.assert_array_equal(predicted, rows(9)[0])
+    some = replica_rows.some_rows((x, rows(9)[1]), 7, 20)
+    np.testing.assert_array_equal(tf.sparse.to_dense(some[0]), rows(9)[0][7:])
+    assert len(some[1]) == 2
 
 
 @pytest.mark.slow

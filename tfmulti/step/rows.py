@@ -112,7 +112,7 @@ def num_rows(data) -> tf.Tensor:
 
 def some_rows(data, start: int, stop: int):
     """Returns the rows of a batch from `start` up to, but not including, `stop`."""
-    return _map(lambda part: part[start:stop], data)
+    return _map(lambda part: take_rows(part, start, stop - start), data)
 
 
 def without_padding(data):
