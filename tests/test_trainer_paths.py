@@ -201,22 +201,24 @@ def test_sources_of_batches(source):
         assert_same(one, train(num_replicas))
 
 
-def test_no_batch_of_a_generator_is_drawn_before_a_step_takes_it():
-    taken = []
+@pytest.mark.parametrize("form", ["dense", "ragged", "sparse"])
+def test_no_batch_of_a_generator_is_drawn_before_a_step_takes_it(form):
+    taken, make = [], {"ragged": tf.RaggedTensor.from_tensor, "sparse": tf.sparse.from_dense}
 
     def batches():
         for number in range(6):
             taken.append(number)
-            yield np.full((5, 1), number, "float32")
+            yield make.get(form, tf.identity)(tf.fill([5, 1], number + 1.0))
 
-    spec = tf.TensorSpec([None, 1], tf.float32)
-    data = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    spec = {"ragged": tf.RaggedTensorSpec, "sparse": tf.SparseTensorSpec}.get(form, tf.TensorSpec)
+    data = tf.data.Dataset.from_generator(batches, output_signature=spec([None, 1], tf.float32))
     strategy = create_strategy(3)
     iterator = iter(strategy.experimental_distribute_dataset(data))
     for number in range(3):
         parts = strategy.experimental_local_results(next(iterator))
-        assert [len(part) for part in parts] == [2, 2, 1]
-        assert all((part.numpy() == number).all() for part in parts)
+        assert [int(replica_rows.count_rows(part)) for part in parts] == [2, 2, 1]
+        flat = [part if form == "dense" else part.values for part in parts]
+        assert all((part.numpy() == number + 1).all() for part in flat)
         assert taken == list(range(number + 1))
 
 
