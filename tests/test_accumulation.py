@@ -141,6 +141,17 @@ def test_a_file_saved_between_updates_holds_the_sum_of_all_replicas(tmp_path):
         np.testing.assert_allclose(value, expected, rtol=0, atol=1e-6)
 
 
+def test_the_function_that_settles_sums_is_traced_once(monkeypatch):
+    traced, original = [], accumulation._mean_over_replicas
+    counted = lambda sums: (traced.append(len(sums)), original(sums))[1]
+    model = amid_an_accumulation(2)
+    monkeypatch.setattr(accumulation, "_mean_over_replicas", counted)
+    for _ in range(4):
+        accumulation.settle_compiled(model)
+        model.train_on_batch(ROWS[:6], LABELS[:6])
+    assert traced == [4, 4]
+
+
 def test_a_worker_alone_saves_no_sum_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(saving.topology, "num_workers", lambda strategy: 2)
     model = amid_an_accumulation(2)

@@ -96,25 +96,34 @@ def settle(model: keras.Model, optimizers) -> None:
         model: The model that is trained.
         optimizers: Its optimizers.
     """
-    some = [each for each in optimizers if _has_local_sums(each)]
-    sums = [
-        total
-        for optimizer in some
-        # Of all variables that it was built for: the model may have been frozen since.
-        for total in keras_compat.accumulators(optimizer, keras_compat.updated_variables(optimizer))
-    ]
-    if not sums:
-        return
+    for optimizer in optimizers:
+        if _has_local_sums(optimizer):
+            _settle(model.distribute_strategy, optimizer)
 
+
+def _settle(strategy, optimizer):
+    # Of all variables that it was built for: the model may have been frozen since.
+    sums = keras_compat.accumulators(optimizer, keras_compat.updated_variables(optimizer))
+    if keras_compat.in_separate_traces():
+        _settling(strategy, sums)()
+        return
+    known, function = marks.SETTLING.get(optimizer)
+    # Traced again for other sums only: TensorFlow keeps every traced all-reduce, with its graph, as
+    # long as the process lives. The list keeps the sums alive, because a new one could get the id
+    # of a deleted one.
+    if list(map(id, sums)) != list(map(id, known)):
+        function = _settling(strategy, sums)
+        marks.SETTLING.set(optimizer, (sums, function))
+    function()
+    marks.SETTLED_AT.set(optimizer, keras_compat.num_steps(optimizer))
+
+
+def _settling(strategy, sums):
     def settle_replica():
         for total, mean in zip(sums, _mean_over_replicas(sums)):
             total.assign(mean)
 
-    strategy = model.distribute_strategy
-    tf.function(lambda: strategy.run(settle_replica))()
-    if not keras_compat.in_separate_traces():
-        for optimizer in some:
-            marks.SETTLED_AT.set(optimizer, keras_compat.num_steps(optimizer))
+    return tf.function(lambda: strategy.run(settle_replica))
 
 
 def is_settled(model: keras.Model) -> bool:
