@@ -10,6 +10,7 @@ from replicas import create_strategy, not_on_gpu
 
 import tfmulti
 from tfmulti.step import accumulation
+from tfmulti.strategies import saving
 
 ROWS = np.random.RandomState(0).randn(43, 6).astype("float32")
 LABELS = np.random.RandomState(1).randint(0, 3, 43)
@@ -116,3 +117,52 @@ def test_a_sum_that_is_looked_at_is_the_whole_batchs():
     assert one and max(np.abs(value).max() for value in one) > 0
     for value, expected in zip(two, one, strict=True):
         np.testing.assert_allclose(value, expected, rtol=0, atol=1e-6)
+
+
+def amid_an_accumulation(num_replicas):
+    strategy = create_strategy(num_replicas, verify="never")
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)
+    model = create_model(strategy, optimizer)
+    model.train_on_batch(ROWS[:6], LABELS[:6])
+    return model
+
+
+def test_a_file_saved_between_updates_holds_the_sum_of_all_replicas(tmp_path):
+    saved = []
+    for number in (1, 2):
+        path = tmp_path / f"{number}.keras"
+        amid_an_accumulation(number).save(path)
+        loaded = keras.models.load_model(path).optimizer.variables
+        saved.append([np.array(v) for v in loaded if "accumulator" in v.path])
+    assert len(saved[0]) == 4
+    for value, expected in zip(saved[1], saved[0], strict=True):
+        assert np.abs(expected).max() > 0
+        np.testing.assert_allclose(value, expected, rtol=0, atol=1e-6)
+
+
+def test_the_function_that_settles_sums_is_traced_once(monkeypatch):
+    traced, original = [], accumulation._mean_over_replicas
+    counted = lambda sums: (traced.append(len(sums)), original(sums))[1]
+    model = amid_an_accumulation(2)
+    monkeypatch.setattr(accumulation, "_mean_over_replicas", counted)
+    for _ in range(4):
+        accumulation.settle_compiled(model)
+        model.train_on_batch(ROWS[:6], LABELS[:6])
+    assert traced == [4, 4]
+
+
+def test_a_worker_alone_saves_no_sum_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving.topology, "num_workers", lambda strategy: 2)
+    model = amid_an_accumulation(2)
+    with pytest.raises(RuntimeError, match="same sums.* Received: a save between .* Save it after"):
+        model.save(tmp_path / "model.keras")
+    model.save_weights(tmp_path / "model.weights.h5")
+    # As at the end of an epoch.
+    accumulation.settle_compiled(model)
+    model.save(tmp_path / "model.keras")
+    model.train_on_batch(ROWS[:6], LABELS[:6])
+    with pytest.raises(RuntimeError, match="same sums"):
+        model.save(tmp_path / "model.keras")
+    model.train_on_batch(ROWS[:6], LABELS[:6])
+    model.save(tmp_path / "model.keras")

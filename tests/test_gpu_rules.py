@@ -1,5 +1,6 @@
 """What is done where there are GPUs, with stand-ins for them; `test_real_gpu.py` needs one."""
 
+import collections
 import os
 import threading
 import types
@@ -87,6 +88,8 @@ def test_a_dummy_row_of_ones_is_for_inputs_alone():
     assert inputs["a"].numpy().tolist() == [[1.0, 1.0]] and inputs["b"].numpy().tolist() == [b""]
     assert labels.numpy().tolist() == [[0, 0, 0]] and weights is None
     assert rows.fill_if_empty(empty)[0]["a"].numpy().tolist() == [[0.0, 0.0]]
+    named = collections.namedtuple("Named", "x y")(*empty[:2])
+    assert rows.fill_if_empty(named, of_ones=True).x["a"].numpy().tolist() == [[1.0, 1.0]]
     full = tf.fill([2, 2], 5.0), tf.zeros([2])
     assert rows.fill_if_empty(full, of_ones=True)[0].numpy().tolist() == [[5.0, 5.0]] * 2
 

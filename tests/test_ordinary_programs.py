@@ -453,6 +453,19 @@ def test_replicas_that_do_not_do_the_same_are_told_of():
         model.fit(batches(rows(0, 4), rows(1, 1)), verbose=0)
 
 
+def test_replicas_that_merge_lists_of_different_lengths_are_told_of():
+    """Where there are GPUs, gradients are reduced so."""
+    values = []
+
+    def step():
+        values.append(tf.constant(1.0))
+        merge = lambda strategy, given: given
+        return tf.distribute.get_replica_context().merge_call(merge, args=(list(values),))
+
+    with pytest.raises(RuntimeError, match="All replicas must do the same.*a counter"):
+        create_strategy(2).run(step)
+
+
 class Centred(MixedOver):
     def train_step(self, data):
         return keras.Model.train_step(self, (data[0] - ops.mean(data[0], axis=0), data[1]))

@@ -1,6 +1,7 @@
 """The ways into Keras's trainer other than `fit` on dense arrays, under several replicas."""
 
 import itertools
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -10,6 +11,7 @@ from replicas import create_strategy
 
 import tfmulti
 from tfmulti.cluster import environment
+from tfmulti.step import rows as replica_rows
 from tfmulti.strategies import fit_callbacks
 
 NUM_ROWS, BATCH_SIZE = 33, 16  # The last batch has one row.
@@ -106,6 +108,22 @@ def test_ragged_and_sparse_inputs_give_one_devices_result(data, layers):
         assert_same(one, train(num_replicas))
 
 
+class OfDense(keras.layers.Layer):
+    def call(self, x):
+        return tf.sparse.to_dense(x) if isinstance(x, tf.SparseTensor) else x
+
+
+def test_predict_takes_a_sparse_tensor():
+    x = tf.sparse.from_dense(rows(9)[0])
+    with create_strategy(2).scope():
+        model = keras.Sequential([keras.Input((4,), sparse=True), OfDense()])
+    predicted = model.predict(x, batch_size=4, verbose=0)
+    np.testing.assert_array_equal(predicted, rows(9)[0])
+    some = replica_rows.some_rows((x, rows(9)[1]), 7, 20)
+    np.testing.assert_array_equal(tf.sparse.to_dense(some[0]), rows(9)[0][7:])
+    assert len(some[1]) == 2
+
+
 @pytest.mark.slow
 def test_logs_of_a_batch_are_those_of_all_rows():
     """Running values, as on one device, at every batch."""
@@ -183,22 +201,24 @@ def test_sources_of_batches(source):
         assert_same(one, train(num_replicas))
 
 
-def test_no_batch_of_a_generator_is_drawn_before_a_step_takes_it():
-    taken = []
+@pytest.mark.parametrize("form", ["dense", "ragged", "sparse"])
+def test_no_batch_of_a_generator_is_drawn_before_a_step_takes_it(form):
+    taken, make = [], {"ragged": tf.RaggedTensor.from_tensor, "sparse": tf.sparse.from_dense}
 
     def batches():
         for number in range(6):
             taken.append(number)
-            yield np.full((5, 1), number, "float32")
+            yield make.get(form, tf.identity)(tf.fill([5, 1], number + 1.0))
 
-    spec = tf.TensorSpec([None, 1], tf.float32)
-    data = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    spec = {"ragged": tf.RaggedTensorSpec, "sparse": tf.SparseTensorSpec}.get(form, tf.TensorSpec)
+    data = tf.data.Dataset.from_generator(batches, output_signature=spec([None, 1], tf.float32))
     strategy = create_strategy(3)
     iterator = iter(strategy.experimental_distribute_dataset(data))
     for number in range(3):
         parts = strategy.experimental_local_results(next(iterator))
-        assert [len(part) for part in parts] == [2, 2, 1]
-        assert all((part.numpy() == number).all() for part in parts)
+        assert [int(replica_rows.count_rows(part)) for part in parts] == [2, 2, 1]
+        flat = [part if form == "dense" else part.values for part in parts]
+        assert all((part.numpy() == number + 1).all() for part in flat)
         assert taken == list(range(number + 1))
 
 
@@ -313,6 +333,26 @@ def test_a_step_reduces_as_little_as_it_needs(distributed, reductions, all_reduc
     assert len(all_reduces) == 2 * reductions
 
 
+class Batch(NamedTuple):
+    x: Any
+    y: Any
+
+
+@pytest.mark.parametrize("source", ["dense", "ragged", "distribute_train", "map"])
+def test_a_batch_that_is_a_namedtuple_stays_one(source):
+    x, y, _ = rows(8)
+    strategy, x = create_strategy(2), tf.RaggedTensor.from_tensor(x) if source == "ragged" else x
+    examples = tf.data.Dataset.from_tensor_slices(Batch(x, y))
+    own = source in ("distribute_train", "map")
+    batches = tfmulti.distribute_train(examples, strategy, 4, seed=0) if own else examples.batch(4)
+    # Twice: the second function was given the parts of what the first one returned.
+    for _ in range(2 if source == "map" else 0):
+        batches = batches.map(lambda batch: batch._replace(y=batch.y + 0))
+    drawn = next(iter(strategy.experimental_distribute_dataset(batches)))
+    assert type(drawn) is Batch
+    assert len(strategy.experimental_local_results(drawn.y)[1]) == 2
+
+
 class Centred(keras.Model):
     """Predicts how far each row is from the mean of the batch."""
 
@@ -342,6 +382,31 @@ def test_predict_on_batch_of_a_custom_step_is_one_devices(eager):
         assert found["apart"].shape == expected["apart"].shape
         np.testing.assert_allclose(found["apart"], expected["apart"], atol=1e-6)
         np.testing.assert_allclose(found["mean"], expected["mean"], atol=1e-6)
+
+
+@pytest.mark.slow
+def test_eager_steps_agree_where_a_replica_has_no_rows():
+    """Its tensors alone show that its batch has no rows: the others must communicate as it does."""
+    x, y, _ = rows(9)
+
+    def train(num_replicas):
+        keras.utils.set_random_seed(1)
+        with create_strategy(num_replicas, verify="never").scope():
+            normalization = keras.layers.Normalization()
+            normalization.adapt(x)
+            inputs = keras.Input((4,))
+            inner = normalization(inputs)
+            inner = keras.layers.BatchNormalization(synchronized=True)(inner)
+            outputs = {name: keras.layers.Dense(1, name=name)(inner) for name in "ab"}
+            model = keras.Model(inputs, outputs)
+            model.compile("sgd", {"a": "mse", "b": "mae"}, run_eagerly=True)
+        data = {"x": x, "y": {"a": y, "b": y}, "batch_size": 4, "verbose": 0}
+        history = model.fit(**data, shuffle=False).history
+        tested = model.evaluate(**data, return_dict=True)
+        tested = {f"test/{name}": value for name, value in tested.items()}
+        return history | tested | {"weights": weights_of(model)}
+
+    assert_same(train(1), train(2))
 
 
 class OwnTrainFunction(keras.Model):

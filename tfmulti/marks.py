@@ -53,6 +53,10 @@ UPDATES_ALIKE = Mark("updates_alike", False)
 """Whether it updates replicas alike in any step."""
 HAS_LOCAL_SUMS = Mark("has_local_sums", False)
 """Whether each replica accumulates gradients of its own."""
+SETTLING = Mark("settling", ((), None))
+"""Its sums of gradients, and the function that gives every replica the sum of all."""
+SETTLED_AT = Mark("settled_at")
+"""After how many steps every replica was last given the sum of all; see `step.accumulation`."""
 
 # Models.
 CALL = Mark("call", ("", False))

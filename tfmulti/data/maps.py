@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from tfmulti.sharding import ShardPlan, replica_slice
-from tfmulti.step.rows import count_rows, parts_of
+from tfmulti.step.rows import count_rows, is_unpacked, parts_of
 
 
 def apply(maps: Sequence[Callable], batch):
     """Returns what the functions, one after the other, make of a batch."""
     for function in maps:
-        batch = function(*batch) if isinstance(batch, tuple) else function(batch)
+        batch = function(*batch) if is_unpacked(batch) else function(batch)
     return batch
 
 

@@ -13,7 +13,7 @@ from absl import logging
 from tfmulti import keras_compat
 from tfmulti.data.datasets import load_split
 from tfmulti.sharding import PADDING_WEIGHT, ShardPlan, replica_slice
-from tfmulti.step.rows import replica_range
+from tfmulti.step.rows import of_arguments, replica_range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ class StreamSource:
             return batches.take(plan.steps_per_epoch - first)
 
         def split(*batch):
-            batch = batch if isinstance(self.element_spec, tuple) else batch[0]
+            batch = of_arguments(batch, self.element_spec)
             batch, num_real = _fill_batch(batch, plan, first_rows)
             batches = tuple(_replica_batch_of(batch, num_real, plan, number) for number in numbers)
             return num_real, batches

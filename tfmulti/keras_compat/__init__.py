@@ -64,7 +64,8 @@ from tfmulti.keras_compat.seeds import (
 )
 from tfmulti.keras_compat.replaced_steps import (
     accumulators, after_updates, clip_by, has_custom_step, is_accumulating,
-    is_update_step, noting_assigned, strategy_of, track_variable, update_by, variable_index,
+    is_update_step, noting_assigned, num_steps, strategy_of, track_variable, update_by,
+    variable_index,
 )
 from tfmulti.keras_compat.streams import find_changing_order, made_of, source_tensors
 from tfmulti.keras_compat.table import TABLE, check_versions, install, installed_versions

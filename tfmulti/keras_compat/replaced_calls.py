@@ -190,32 +190,39 @@ def _own_function_error(name: str) -> ValueError:
     )
 
 
-def before_saving(original, before):
-    """Calls a function before a model is saved, and explains a file that another worker writes.
+def before_saving(with_optimizer: bool):
+    """Returns a `make` that calls a function before a model is saved.
+
+    It takes the model, and whether its optimizer is saved too. A file that another worker writes is
+    explained.
 
     Args:
-        original: Function of a model and a path.
-        before: Function of the model.
+        with_optimizer: Whether Keras's function saves the optimizer's variables too.
     """
 
-    def save(model, filepath, *args, **kwargs):
-        before(model)
-        try:
-            if not tf.distribute.has_strategy():
-                return original(model, filepath, *args, **kwargs)
-            # Saving creates variables. In the scope all workers must do so; often only one saves.
-            # Whether all workers read weights together holds in the other thread, too.
-            run = contextvars.copy_context().run
-            return held.call_outside_scope(lambda: run(original, model, filepath, *args, **kwargs))
-        except BlockingIOError as error:
-            raise BlockingIOError(
-                f"Only one process may write a file. Received: a save to {filepath}, which another "
-                "process is writing. With several workers, let only the chief save "
-                "(`tfmulti.resolve_cluster(check_network=False).is_chief`), or pass "
-                "keras.callbacks.ModelCheckpoint to `fit` on every worker."
-            ) from error
+    def make(original, before):
+        def save(model, filepath, *args, **kwargs):
+            before(model, with_optimizer)
+            try:
+                if not tf.distribute.has_strategy():
+                    return original(model, filepath, *args, **kwargs)
+                # Saving creates variables. In the scope all workers must do so; often only one
+                # saves. Whether all workers read weights together holds in the other thread, too.
+                run = contextvars.copy_context().run
+                return held.call_outside_scope(
+                    lambda: run(original, model, filepath, *args, **kwargs)
+                )
+            except BlockingIOError as error:
+                raise BlockingIOError(
+                    f"Only one process may write a file. Received: a save to {filepath}, which "
+                    "another process is writing. With several workers, let only the chief save "
+                    "(`tfmulti.resolve_cluster(check_network=False).is_chief`), or pass "
+                    "keras.callbacks.ModelCheckpoint to `fit` on every worker."
+                ) from error
 
-    return save
+        return save
+
+    return make
 
 
 class _OfLength:

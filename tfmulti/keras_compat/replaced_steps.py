@@ -107,10 +107,18 @@ def accumulators(optimizer, variables) -> list[keras.Variable]:
 
 def is_accumulating(optimizer) -> bool:
     """Whether an accumulation has begun and not ended; to be called outside of a step."""
+    return num_steps(optimizer) % optimizer.gradient_accumulation_steps != 0
+
+
+def num_steps(optimizer) -> int:
+    """Returns the steps that an optimizer has counted, outside of a step; each of them adds.
+
+    Its public `iterations` are updates where it accumulates gradients.
+    """
     value = optimizer._iterations.value
     # All replicas count alike.
     value = getattr(value, "values", (value,))[0]
-    return int(value.numpy()) % optimizer.gradient_accumulation_steps != 0
+    return int(value.numpy())
 
 
 def is_update_step(optimizer):

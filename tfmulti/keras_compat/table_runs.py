@@ -89,19 +89,20 @@ _CALLS = (
         Replacement(
             owner,
             name,
-            replaced_calls.before_saving,
+            replaced_calls.before_saving(with_optimizer),
             replacement.of_model,
-            "a file with one worker's own weights, between two averages of local steps",
+            "a file with one worker's own weights, between two averages of local steps, or with "
+            "one replica's sum of gradients, between two updates",
             "test_no_model_is_saved_between_averages",
             ("before_saving",),
             ("filepath",),
         )
         # `model.save`, `keras.saving.save_model` and their like call these.
-        for owner, name in (
-            (saving_lib, "save_model"),
-            (saving_lib, "save_weights_only"),
-            (legacy_h5_format, "save_model_to_hdf5"),
-            (keras.Model, "export"),
+        for owner, name, with_optimizer in (
+            (saving_lib, "save_model", True),
+            (saving_lib, "save_weights_only", False),
+            (legacy_h5_format, "save_model_to_hdf5", True),
+            (keras.Model, "export", False),
         )
     ),
     Replacement(

@@ -96,21 +96,46 @@ def settle(model: keras.Model, optimizers) -> None:
         model: The model that is trained.
         optimizers: Its optimizers.
     """
-    sums = [
-        total
-        for optimizer in optimizers
-        if marks.HAS_LOCAL_SUMS.get(optimizer) and keras_compat.is_accumulating(optimizer)
-        for total in keras_compat.accumulators(optimizer, model.trainable_variables)
-    ]
-    if not sums:
-        return
+    for optimizer in optimizers:
+        if _has_local_sums(optimizer):
+            _settle(model.distribute_strategy, optimizer)
 
+
+def _settle(strategy, optimizer):
+    # Of all variables that it was built for: the model may have been frozen since.
+    sums = keras_compat.accumulators(optimizer, keras_compat.updated_variables(optimizer))
+    if keras_compat.in_separate_traces():
+        _settling(strategy, sums)()
+        return
+    known, function = marks.SETTLING.get(optimizer)
+    # Traced again for other sums only: TensorFlow keeps every traced all-reduce, with its graph, as
+    # long as the process lives. The list keeps the sums alive, because a new one could get the id
+    # of a deleted one.
+    if list(map(id, sums)) != list(map(id, known)):
+        function = _settling(strategy, sums)
+        marks.SETTLING.set(optimizer, (sums, function))
+    function()
+    marks.SETTLED_AT.set(optimizer, keras_compat.num_steps(optimizer))
+
+
+def _settling(strategy, sums):
     def settle_replica():
         for total, mean in zip(sums, _mean_over_replicas(sums)):
             total.assign(mean)
 
-    strategy = model.distribute_strategy
-    tf.function(lambda: strategy.run(settle_replica))()
+    return tf.function(lambda: strategy.run(settle_replica))
+
+
+def is_settled(model: keras.Model) -> bool:
+    """Whether every replica holds the sums of all for the optimizer that `compile` was given."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None or not _has_local_sums(optimizer):
+        return True
+    return marks.SETTLED_AT.get(optimizer) == keras_compat.num_steps(optimizer)
+
+
+def _has_local_sums(optimizer) -> bool:
+    return marks.HAS_LOCAL_SUMS.get(optimizer) and keras_compat.is_accumulating(optimizer)
 
 
 def settle_compiled(model: keras.Model) -> None:

@@ -114,20 +114,24 @@ class SplitBatches:
     Args:
         dataset: The batches, the same on every worker.
         strategy: The strategy whose replicas take them.
-        on_demand: Whether batches are drawn only when a step takes them, and divided as TensorFlow
-            divides dense ones.
+        on_demand: Whether batches are drawn only when a step takes them.
+        in_chunks: Whether they are divided as TensorFlow divides dense ones.
     """
 
     def __init__(
-        self, dataset: tf.data.Dataset, strategy: tf.distribute.Strategy, on_demand: bool = False
+        self,
+        dataset: tf.data.Dataset,
+        strategy: tf.distribute.Strategy,
+        on_demand: bool = False,
+        in_chunks: bool = False,
     ):
         self.strategy, self.element_spec = strategy, dataset.element_spec
         numbers, count = topology.local_batch_indices(strategy), strategy.num_replicas_in_sync
 
         def cut(*parts):
-            batch = parts if isinstance(dataset.element_spec, tuple) else parts[0]
+            batch = rows.of_arguments(parts, dataset.element_spec)
             return tuple(
-                rows.take_replica_rows(batch, number, count, in_chunks=on_demand)
+                rows.take_replica_rows(batch, number, count, in_chunks=in_chunks)
                 for number in numbers
             )
 

@@ -60,6 +60,24 @@ def as_user_sees(data):
     return tuple(data) if isinstance(data, Padded) else data
 
 
+def is_unpacked(data) -> bool:
+    """Whether `tf.data.Dataset.map` passes the parts of a batch, or of its spec, one by one.
+
+    A namedtuple, which is a tuple too, is one argument.
+    """
+    return type(data) is tuple
+
+
+def of_arguments(arguments: tuple, spec):
+    """Returns the batch that `tf.data.Dataset.map` passes as some arguments.
+
+    Args:
+        arguments: What the function is given.
+        spec: The `element_spec` of the dataset.
+    """
+    return arguments if is_unpacked(spec) else arguments[0]
+
+
 def parts_of(data) -> list | None:
     """Returns the tensors of a batch, or None if one of them has no axis of rows."""
     parts = [part for part in tf.nest.flatten(data, expand_composites=False) if part is not None]
@@ -94,7 +112,7 @@ def num_rows(data) -> tf.Tensor:
 
 def some_rows(data, start: int, stop: int):
     """Returns the rows of a batch from `start` up to, but not including, `stop`."""
-    return _map(lambda part: part[start:stop], data)
+    return _map(lambda part: take_rows(part, start, stop - start), data)
 
 
 def without_padding(data):
@@ -119,8 +137,10 @@ def fill_if_empty(data, *, of_ones: bool = False):
     if parts_of(data) is None:
         return data
     if of_ones and isinstance(data, tuple) and data:
-        inputs = _map(lambda part: _fill_part(part, tf.ones), data[0])
-        return (inputs, *_map(_fill_part, data[1:]))
+        filled = (_map(lambda part: _fill_part(part, tf.ones), data[0]), _map(_fill_part, data[1:]))
+        # It may be a namedtuple.
+        flat = tf.nest.flatten(filled, expand_composites=False)
+        return tf.nest.pack_sequence_as(data, flat)
     return _map(_fill_part, data)
 
 

@@ -64,8 +64,10 @@ def _predict(fn, data, replica_batch):
 
 
 def _learn(fn, data, replica_batch, kind):
-    # Keras weights the losses of outputs by their rows where it knows the number of rows.
-    trackers = logs_lib.output_losses(replica_batch) if replica_batch.may_be_empty else []
+    # Keras weights the losses of outputs by their rows where it knows the number of rows, as in
+    # every eager step.
+    is_unknown = replica_batch.may_be_empty and not tf.executing_eagerly()
+    trackers = logs_lib.output_losses(replica_batch) if is_unknown else []
     metrics = _metric_states(replica_batch.model, trackers) if replica_batch.may_be_empty else []
     is_local = kind == "train" and local_steps.steps_of(replica_batch.model) > 1
     # In local steps each worker has its own states until the next average.
@@ -118,7 +120,9 @@ def _measure(data, model) -> ReplicaBatch | None:
     parts = rows_lib.parts_of(data)
     if parts is None:
         return None
-    static, num_rows = parts[0].shape[0], rows_lib.count_rows(parts[0])
+    num_rows = rows_lib.count_rows(parts[0])
+    # All replicas must judge alike: an eager tensor's shape is only that of this replica's batch.
+    static = parts[0].shape[0] and not tf.executing_eagerly()
     if tf.distribute.get_strategy().num_replicas_in_sync == 1 or static:
         return ReplicaBatch(num_rows, num_rows, model=model)
     return ReplicaBatch(tf.maximum(num_rows, 1), num_rows, may_be_empty=True, model=model)

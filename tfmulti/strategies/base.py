@@ -104,7 +104,8 @@ class _KerasRepairs:
         try:
             outputs = super().run(fn, args=args, kwargs=kwargs, options=options)
         except AssertionError as error:
-            if "regroup had different lengths" not in str(error):
+            # TensorFlow says it in one way of tuples, and in another of the lists of `merge_call`.
+            if ", len(v0) == " not in str(error):
                 raise
             raise _replica_error(error) from error
         if is_local:
@@ -157,18 +158,16 @@ class _KerasRepairs:
 
     def _distribute(self, dataset, options, sampled):
         """Distributes a dataset for several replicas, of which some batches are kept as samples."""
+        # A generator goes on in the next call, and a callback may change what it yields: no more
+        # batches may be drawn ahead than Keras draws on one device.
+        on_demand = keras_compat.is_from_python(dataset)
         if not feeds.is_in_chunks(dataset):
-            return iterators.SplitBatches(sampled.of(dataset), self)
+            return iterators.SplitBatches(sampled.of(dataset), self, on_demand=on_demand)
         if all(isinstance(s, tf.TensorSpec) for s in tf.nest.flatten(dataset.element_spec)):
             # Replica batches of a batch from Python share its memory, and steps may overwrite it.
-            is_from_python, dataset = (
-                keras_compat.is_from_python(dataset),
-                sampled.of(_copied(dataset)),
-            )
-            if is_from_python:
-                # A generator goes on in the next call, and a callback may change what it yields:
-                # no more batches may be drawn ahead than Keras draws on one device.
-                return iterators.SplitBatches(dataset, self, on_demand=True)
+            dataset = sampled.of(_copied(dataset))
+            if on_demand:
+                return iterators.SplitBatches(dataset, self, on_demand=True, in_chunks=True)
         return super().experimental_distribute_dataset(dataset, options)
 
 
@@ -217,7 +216,7 @@ def _copied(dataset):
     """Returns a dataset whose batches are copies."""
 
     def copy(*parts):
-        batch = parts if isinstance(dataset.element_spec, tuple) else parts[0]
+        batch = rows.of_arguments(parts, dataset.element_spec)
         return tf.nest.map_structure(lambda part: tf.raw_ops.DeepCopy(x=part), batch)
 
     return dataset.map(copy)

@@ -17,7 +17,6 @@ from tfmulti.step import (
     model_contents,
     replicated,
     rows,
-    slots,
     sparse_gradients,
     whole_batch,
 )
@@ -324,24 +323,6 @@ def _warn_of_local_steps(model):
             "use synchronize_every=1.",
             stacklevel=2,
         )
-
-
-def before_saving(model: keras.Model) -> None:
-    """Averages a model after local steps where all workers save it; refuses it elsewhere.
-
-    Raises:
-        RuntimeError: If only this worker may be saving, and others hold different weights.
-    """
-    if not local_steps.num_pending(model):
-        return
-    if not slots.is_gathering():
-        raise RuntimeError(
-            "A model can be saved only when all workers hold the same weights. Received: a save "
-            f"{local_steps.num_pending(model)} local steps after the last average. Save it at the "
-            "end of an epoch or after `fit`, in callbacks.Checkpoint or ModelCheckpoint, or call "
-            "tfmulti.average_weights(model) on every worker first."
-        )
-    local_steps.average_weights(model)
 
 
 def before_call(model: keras.Model, name: str, data) -> None:

@@ -49,6 +49,7 @@ from tfmulti.strategies import (
     fit_callbacks,
     predict_on_batch,
     program_order,
+    saving,
     spot_checks,
 )
 from tfmulti.strategies.base import (
@@ -265,7 +266,7 @@ def _repair_keras():
         before_making=spot_checks.verify_again,
         watch=spot_checks.watched,
         before_pass=coordination.before_pass,
-        before_saving=checks.before_saving,
+        before_saving=saving.before_saving,
         build_table=partitioned.build,
         build_by_step=checks.build_by_step,
         call_loss=whole_batch.call_loss,

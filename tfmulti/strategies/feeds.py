@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks
+from tfmulti.step import rows
 from tfmulti.verification.case import Feed
 
 _EVEN = ("drop", "repeat_first")
@@ -41,11 +42,11 @@ def are_arrays(data) -> bool:
 def _rows_of_arrays(data):
     parts = tf.nest.flatten(data, expand_composites=False)
     if all(isinstance(part, (np.ndarray, tf.Tensor)) for part in parts):
-        rows = keras_compat.rows_from_all_over(data)
+        some = keras_compat.rows_from_all_over(data)
     else:
-        rows = tf.nest.map_structure(lambda p: p[:_MAX_ROWS], data, expand_composites=False)
+        some = rows.some_rows(data, 0, _MAX_ROWS)
     # What a step of `predict` is given: no tuple, unless the model has several inputs.
-    return keras.utils.pack_x_y_sample_weight(rows)
+    return keras.utils.pack_x_y_sample_weight(some)
 
 
 def samples_of(iterator):
