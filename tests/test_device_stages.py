@@ -615,3 +615,44 @@ def test_a_weight_that_no_loss_depends_on_is_not_updated():
         np.testing.assert_array_equal(model.get_layer("b").kernel.numpy(), before)
         models.append(model)
     assert worker.apart(*models) <= 1e-12
+
+
+class Balanced(layers.Layer):
+    """Keeps a loss in an attribute."""
+
+    def call(self, x):
+        self.balance = keras.ops.mean(keras.ops.square(x))
+        return x
+
+
+class AddsBalance(keras.Model):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs) + self.get_layer("gate").balance
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_gradient_of_a_tensor_that_a_layer_keeps_is_refused_by_its_name(micro_batches):
+    # The check of two micro-batches would tell the same in its own words.
+    with replicas.create_strategy(1, verify="never").scope():
+        given = keras.Input((4,))
+        hidden = Balanced(name="gate")(layers.Dense(4)(given))
+        model = AddsBalance(given, layers.Dense(1)(layers.Dense(4)(hidden)))
+        tfmulti.pipeline(model, micro_batches=micro_batches, devices=DEVICES)
+        model.compile("sgd", "mse")
+    with pytest.raises(RuntimeError, match="Received: gate.balance, of which code outside"):
+        model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+
+
+def test_a_tensor_that_a_layer_keeps_is_read_without_a_gradient():
+    class Reads(keras.Model):
+        def compute_metrics(self, *args, **kwargs):
+            logs = super().compute_metrics(*args, **kwargs)
+            return {**logs, "balance": self.get_layer("gate").balance}
+
+    with replicas.create_strategy(1).scope():
+        given = keras.Input((4,))
+        hidden = layers.Dense(4)(Balanced(name="gate")(given))
+        model = Reads(given, layers.Dense(1)(hidden))
+        tfmulti.pipeline(model, micro_batches=1, devices=DEVICES)
+        model.compile("sgd", "mse")
+    assert model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0).history["balance"] == [1]

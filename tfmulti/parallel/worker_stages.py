@@ -16,6 +16,7 @@ import collections
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology
+from tfmulti.parallel.kept_tensors import refuse_other_gradients
 from tfmulti.parallel.staged_call import (
     Plan,
     StagedCall,
@@ -123,7 +124,7 @@ class WorkerStages(StagedCall):
         @tf.custom_gradient
         def compute(*tensors):
             nonlocal one
-            tensors = [tf.stop_gradient(tensor) for tensor in tensors]
+            tensors = refuse_other_gradients(tensors, self._model)
             own = [tensors[number + place] for place in mine]
             one = _WorkerPass(plan, self._strategy, num_rows, wants_inputs)
             results = one.forward(tensors[:number], own)
