@@ -199,6 +199,49 @@ def test_an_error_of_this_worker_alone_is_not_called_a_loss_of_another():
     assert peers.find_peer_error(caught.value, cluster) is None
 
 
+class Sends(Communicator):
+    """One whose messages are at once under way, and fail as they are told to."""
+
+    def __init__(self, at_send=None, at_test=None):
+        super().__init__()
+        self.at_send, self.at_test, self.tested = at_send, at_test, threading.Event()
+
+    def Isend(self, array, dest, tag):  # noqa: N802
+        self._note(array)
+        if self.at_send is not None:
+            raise self.at_send
+        return self
+
+    def Test(self):  # noqa: N802
+        self.tested.set()
+        if self.at_test is not None:
+            raise self.at_test
+        return True
+
+
+def test_what_is_sent_is_not_kept():
+    communicator = Sends()
+    sender = all_reduce.MpiAllReduce(communicator, lambda: None)
+    for _ in range(3):
+        sender.send([tf.ones([4])], 1)
+    sender.add([tf.ones([2])])
+    assert len(communicator.sent) == 7
+    assert not sender._calls._calls
+
+
+@pytest.mark.parametrize("when", ["at_send", "at_test"])
+def test_an_error_of_a_message_reaches_the_next_call(when):
+    kind = type("Exception", (RuntimeError,), {"__module__": "mpi4py.MPI"})
+    communicator = Sends(**{when: kind("no route")})
+    sender = all_reduce.MpiAllReduce(communicator, lambda: None)
+    sender.send([tf.ones([4])], 1)
+    if when == "at_test":
+        assert communicator.tested.wait(10)
+    for _ in range(2):
+        with pytest.raises(tf.errors.OpError, match="Broken pipe to another worker: no route"):
+            tf.function(sender.add)([tf.ones([2])])
+
+
 def test_an_environment_that_is_given_is_not_mpis():
     assert resolve_cluster(environ={"PMI_SIZE": "2"}) is None
     assert mpi.size_in_environment({"OMPI_COMM_WORLD_SIZE": "3"}) == 3
