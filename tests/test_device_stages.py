@@ -617,6 +617,20 @@ def test_a_weight_that_no_loss_depends_on_is_not_updated():
     assert worker.apart(*models) <= 1e-12
 
 
+def test_a_model_that_shares_layers_predicts_with_their_weights_once_they_have_moved():
+    strategy, rows = replicas.create_strategy(1), np.ones((2, 4))
+    with strategy.scope():
+        given = keras.Input((4,))
+        hidden = layers.Dense(4)(given)
+        encoder = keras.Model(given, hidden)
+    # In a scope TensorFlow would trace for that scope.
+    before = encoder.predict(rows, verbose=0)
+    with strategy.scope():
+        model = tfmulti.pipeline(keras.Model(given, layers.Dense(1)(hidden)), devices=DEVICES)
+    model.set_weights([2 * weight for weight in model.get_weights()])
+    np.testing.assert_array_equal(encoder.predict(rows, verbose=0), 2 * before)
+
+
 class Balanced(layers.Layer):
     """Keeps a loss in an attribute."""
 

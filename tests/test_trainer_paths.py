@@ -344,6 +344,20 @@ def test_predict_on_batch_of_a_custom_step_is_one_devices(eager):
         np.testing.assert_allclose(found["mean"], expected["mean"], atol=1e-6)
 
 
+def test_predict_on_batch_predicts_with_the_layers_that_a_model_has_now():
+    x, strategy = rows()[0], create_strategy(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input(x.shape[1:]), keras.layers.Dense(3)])
+        model.compile("sgd", "mse")
+    # In a scope TensorFlow would trace for that scope.
+    assert model.predict_on_batch(x).shape == (len(x), 3)
+    with strategy.scope():
+        model.pop()
+        model.add(keras.layers.Dense(1))
+        model.compile("sgd", "mse")
+    assert model.predict_on_batch(x).shape == (len(x), 1)
+
+
 class OwnTrainFunction(keras.Model):
     """Makes the function of a step itself, by the strategy or as on one device."""
 

@@ -37,8 +37,8 @@ from tfmulti.keras_compat.extended import (
 )
 from tfmulti.keras_compat.held import (
     HeldVariable, UpdatedRows, after_add_weight, are_held_values, call_outside_scope,
-    held_values, hold, in_stateless_scope, is_initialized, move_held, own_state,
-    own_weights, put_on,
+    held_values, hold, in_stateless_scope, is_initialized, move_held, num_moves,
+    own_state, own_weights, put_on,
 )
 from tfmulti.keras_compat.replaced_calls import (
     distributed_dataset_of, feed_of, follow_position, number_of_batches, set_number_of_batches,
