@@ -497,6 +497,51 @@ def test_a_state_that_is_not_finite_is_refused_if_a_step_changes_it():
         steps_of(model).check_train()
 
 
+class Renaming(keras.Model):
+    """Logs its metric by the name of another, as Keras's examples do."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.total = keras.layers.Dense(1), keras.metrics.Mean(name="total_loss")
+
+    @property
+    def metrics(self):
+        return [self.total]
+
+    def call(self, x):
+        return self.dense(x)
+
+    def loss_of(self, data):
+        loss = tf.reduce_mean((self(data[0]) - data[1]) ** 2)
+        self.total.update_state(loss)
+        return loss
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(data)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": self.total.result()}
+
+    def test_step(self, data):
+        self.loss_of(data)
+        return {"loss": self.total.result()}
+
+
+def test_a_metric_that_is_logged_by_another_name_is_that_of_all_steps():
+    model = Renaming()
+    model.compile(keras.optimizers.SGD(0.0))
+    step = steps_of(model)
+    halves = [tuple(part[rows] for part in BATCH) for rows in (slice(6), slice(6, 12))]
+    expected = model.evaluate(*BATCH, batch_size=6, verbose=0, return_dict=True)
+    trained = [answer.metrics for answer in train(step, *halves)]
+    tested, others = zip(*(step.schedule_test(Here, half, 0)() for half in halves))
+    assert others == ({}, {})
+    for kind, states in (("train", trained), ("test", tested)):
+        added = [np.sum(each, axis=0) for each in zip(*states)]
+        assert step.results(added, kind) == pytest.approx(expected)
+
+
 @pytest.fixture(name="on_servers")
 def on_servers_fixture(monkeypatch):
     """Embeddings are built as under some servers, in this process."""
