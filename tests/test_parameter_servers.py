@@ -542,6 +542,26 @@ def test_a_metric_that_is_logged_by_another_name_is_that_of_all_steps():
         assert step.results(added, kind) == pytest.approx(expected)
 
 
+class Wrapped(Renaming):
+    train_step, test_step = tf.function(Renaming.train_step), tf.function(Renaming.test_step)
+
+
+def test_steps_may_be_wrapped_in_a_tf_function(monkeypatch):
+    factories._repair_keras()
+    strategy, found = tf.distribute.get_strategy(), []
+    monkeypatch.setattr(strategy, "has_parameter_servers", True, raising=False)
+    for kind in (Renaming, Wrapped):
+        keras.utils.set_random_seed(0)
+        model = kind()
+        model.compile(keras.optimizers.SGD(0.1))
+        step = steps_of(model)
+        step.check_train()
+        train(step, BATCH)
+        states, _ = step.schedule_test(Here, BATCH, 0)()
+        found.append(step.results(states, "test")["loss"])
+    assert found[0] == pytest.approx(found[1])
+
+
 @pytest.fixture(name="on_servers")
 def on_servers_fixture(monkeypatch):
     """Embeddings are built as under some servers, in this process."""

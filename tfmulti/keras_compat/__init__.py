@@ -69,6 +69,6 @@ from tfmulti.keras_compat.replaced_steps import (
 from tfmulti.keras_compat.streams import find_changing_order, made_of, source_tensors
 from tfmulti.keras_compat.table import TABLE, check_versions, install, installed_versions
 from tfmulti.keras_compat.tracing import (
-    has_built_layers, is_built, is_recorded, noting_unbuilt, tensors_read_after,
-    tensors_read_from_before, unbuilt_metrics, without_rows,
+    has_built_layers, is_built, is_recorded, is_recording, noting_unbuilt,
+    tensors_read_after, tensors_read_from_before, unbuilt_metrics, without_rows,
 )
