@@ -1,5 +1,6 @@
 """Parts of training with parameter servers that need no cluster."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -359,6 +360,22 @@ def test_a_state_that_adds_up_rows_is_refused_where_batches_are_split(kind):
             check_split(step)
     else:
         check_split(step)
+
+
+@pytest.mark.parametrize("loss", ["mse", "sum"])
+def test_the_rounding_of_bfloat16_is_no_other_loss(loss):
+    def total(y, predicted):
+        return keras.ops.sum((keras.ops.cast(y, predicted.dtype) - predicted) ** 2)
+
+    keras.utils.set_random_seed(0)
+    rng = np.random.default_rng(0)
+    batch = rng.normal(size=(48, 16)).astype("float32"), rng.random((48, 1), "float32")
+    layers = [keras.layers.Dense(units, dtype="bfloat16") for units in (32, 1)]
+    model = keras.Sequential([keras.Input((16,)), *layers])
+    model.compile("adam", "mse" if loss == "mse" else total)
+    refuses = loss != "mse"
+    with pytest.raises(ValueError, match="mean over") if refuses else contextlib.nullcontext():
+        split_check.check(steps_of(model, batch), tf.nest.map_structure(tf.constant, batch), True)
 
 
 def sequences(layer, loss, batch):
