@@ -205,6 +205,17 @@ def test_features_stay_split_between_a_column_split_and_the_row_split_that_alone
     assert not paired(wide(), back(), layout={"wide": "row", "back": "row"})
 
 
+def test_features_are_whole_in_a_model_with_a_call_of_its_own():
+    class Between(keras.Model):
+        def call(self, x):
+            return self.get_layer("back")(keras.ops.softmax(self.get_layer("wide")(x)))
+
+    wide, back = layers.Dense(6, name="wide"), layers.Dense(5, name="back")
+    given = keras.Input((4,))
+    model = Between(given, back(wide(given)))
+    assert not tensor_layers.pairs_of(model, [(wide, "column"), (back, "row")])
+
+
 def test_features_are_whole_once_another_layer_comes_between_the_two():
     wide, back = layers.Dense(6, name="wide"), layers.Dense(5, name="back")
     model = keras.Sequential([keras.Input((4,)), wide, back])
