@@ -457,6 +457,29 @@ def test_a_layer_of_the_users_own_that_does_so_is_refused_before_it_trains():
         np.testing.assert_array_equal(one, other)
 
 
+class Scale(layers.Layer):
+    """Its variable is TensorFlow's, which Keras does not know."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.scale = tf.Variable(2.0)
+
+    def call(self, x):
+        return x * tf.cast(self.scale, x.dtype)
+
+
+@pytest.mark.parametrize("by", ["layer", "closure"])
+def test_a_variable_that_is_no_weight_is_refused_by_its_name(by):
+    with replicas.create_strategy(1, verify="never").scope():
+        scale = keras.Variable(2.0, name="own")
+        layer = Scale(name="it") if by == "layer" else layers.Lambda(lambda x: x * scale, name="it")
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(4), layer, layers.Dense(1)])
+        tfmulti.pipeline(model, devices=[f"{KIND}:0", f"{KIND}:1"])
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="that are its weights. .*, read in .*it.*add_weight"):
+        model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+
+
 def test_activations_are_checkpointed_by_the_pipeline_alone():
     with replicas.create_strategy(1).scope():
         dense = [layers.Dense(4) for _ in range(4)]
