@@ -342,6 +342,8 @@ def test_what_cannot_be_is_told():
         devices=[f"{KIND}:1"]
     )
     assert f"devices='{KIND}:1'. Write devices=['{KIND}:1']" in told(devices=f"{KIND}:1")
+    assert ", 3 stages" in told(devices=DEVICES, stages=np.int64(3))
+    assert "a whole number from 2. Received: stages=2.0" in told(devices=DEVICES, stages=4 / 2)
     assert "Received: stages=1, 2 devices." in told(devices=DEVICES, stages=1)
     with replicas.create_strategy(1).scope():
         small = keras.Sequential([keras.Input((4,)), layers.Dense(1)])

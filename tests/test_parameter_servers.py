@@ -826,6 +826,17 @@ def test_a_model_that_is_compiled_during_training_is_told():
         epochs_of(model, on_epoch_end=lambda epoch, logs: model.compile("sgd", "mse"))
 
 
+def test_callbacks_are_given_as_to_fit(monkeypatch):
+    def check(model, callbacks, *settings):
+        raise ValueError([type(each).__name__ for each in callbacks])
+
+    monkeypatch.setattr(asynchronous, "_check", check)
+    stop = keras.callbacks.TerminateOnNaN()
+    for given, found in ((None, r"\[\]"), (stop, r"\['Term\w+'\]"), ([stop], r"\['Term\w+'\]")):
+        with pytest.raises(ValueError, match=found):
+            tfmulti.train_async(None, BATCH, callbacks=given)
+
+
 def test_eager_steps_are_refused_with_servers(monkeypatch):
     monkeypatch.setattr(asynchronous.keras_compat, "has_servers", lambda strategy: True)
     model = own(lambda model, x: None, run_eagerly=True)

@@ -1,5 +1,7 @@
 """How a layout splits weights, and what cannot be split; the workers are in `multi_worker/`."""
 
+import types
+
 import keras
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from test_pipeline import Mailbox
 
 import tfmulti
 from tfmulti.mpi.all_reduce import MpiAllReduce
-from tfmulti.parallel import tensor_attention, tensor_layers
+from tfmulti.parallel import tensor, tensor_attention, tensor_layers
 from tfmulti.parallel.group_rows import Group
 from tfmulti.parallel.tensor import tensor_parallel
 from tfmulti.step import owners, split_weights
@@ -174,6 +176,15 @@ def test_two_workers_exchange_tensors_of_different_sizes():
 def test_a_group_is_of_neighbors(monkeypatch):
     monkeypatch.setattr("tfmulti.topology.worker_index", lambda strategy: strategy.rank)
     assert [Group(Strategy(rank, {}), 2).me for rank in range(4)] == [0, 1, 0, 1]
+
+
+def test_a_group_is_any_whole_number(monkeypatch):
+    monkeypatch.setattr("tfmulti.topology.num_workers", lambda strategy: 4)
+    monkeypatch.setattr("tfmulti.step.parameters.refuse_several_replicas", lambda *args: None)
+    strategy = types.SimpleNamespace(extended=types.SimpleNamespace(exchange_among=print))
+    assert type(tensor._number_in_group(strategy, np.int64(2))) is int
+    with pytest.raises(ValueError, match="Received: group=2.0, 4 workers"):
+        tensor._number_in_group(strategy, 2.0)
 
 
 def paired(*hidden, outputs=None, layout=None):
