@@ -150,6 +150,31 @@ def test_halves_are_sent_as_halves_and_added_in_full_precision(dtype):
     assert communicator.sent == [2 * 102, 102]
 
 
+class OfWideNumbers(Communicator):
+    """Adds as most MPIs do, which do not know half precision; its groups are of both workers."""
+
+    group = SimpleNamespace(Incl=list)
+
+    def Create_group(self, group):  # noqa: N802
+        return self
+
+    def _note(self, array):
+        assert array.itemsize >= 4
+        super()._note(array)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("method", ["add_among", "reduce_to_owners"])
+def test_halves_are_added_in_full_precision_for_some_workers_too(method, dtype):
+    sender = all_reduce.MpiAllReduce(OfWideNumbers(), lambda: None)
+    values = [tf.constant([1.5, 2.0], dtype), tf.constant([3.0]), tf.constant([0.5], dtype)]
+    workers = [0, 1] if method == "add_among" else [0] * len(values)
+    added = tf.function(getattr(sender, method))(values, workers)
+    for new, old in zip(added, values, strict=True):
+        assert new.dtype == old.dtype
+        np.testing.assert_array_equal(tf.cast(new, "float32"), 2 * tf.cast(old, "float32"))
+
+
 def test_odd_numbers_of_halves_are_filled_up():
     sender = all_reduce.MpiAllReduce(Communicator(), lambda: None)
     [added] = sender.add([tf.ones([1], tf.bfloat16)])

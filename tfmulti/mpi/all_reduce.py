@@ -37,7 +37,6 @@ MPI_CALLS = (
 )
 """The methods of `MpiAllReduce` that a strategy over MPI gets."""
 _MESSAGE_TAG = 7
-_HALF = (tf.float16, tf.bfloat16)
 
 
 class MpiAllReduce:
@@ -106,14 +105,15 @@ class MpiAllReduce:
         """Returns the sums over all workers of the tensors that this worker owns, zeros for others.
 
         Args:
-            tensors: Dense tensors of at least 32 bits, of the same shapes on all workers.
+            tensors: Dense tensors, of the same shapes on all workers.
             owners: For each tensor, the number of the worker that needs the sum.
         """
         # TensorFlow does not create zeros that nobody reads.
         sums = [tf.zeros(buffers.shape_of(tensor), tensor.dtype) for tensor in tensors]
         own = [self._communicator.rank]
-        for place, value in self._by_owner(self._reduce_to, tensors, owners, own):
-            sums[place] = value
+        wide = buffers.without_halves(tensors)
+        for place, value in self._by_owner(self._reduce_to, wide, owners, own):
+            sums[place] = tf.cast(value, tensors[place].dtype)
         return sums
 
     def send(self, tensors: list[tf.Tensor], to: int) -> list[tf.Tensor]:
@@ -157,12 +157,15 @@ class MpiAllReduce:
         """Returns the sums over some workers; only these call it.
 
         Args:
-            tensors: Dense tensors of at least 32 bits, of the same shapes on these workers.
+            tensors: Dense tensors, of the same shapes on these workers.
             workers: The numbers of these workers.
         """
         method = functools.partial(self._add_among, tuple(workers))
-        sums = self._in_buckets(lambda packed: self._run([method] * len(packed), packed), tensors)
-        return [tf.ensure_shape(new, old.shape) for new, old in zip(sums, tensors)]
+        wide = buffers.without_halves(tensors)
+        sums = self._in_buckets(lambda packed: self._run([method] * len(packed), packed), wide)
+        return [
+            tf.ensure_shape(tf.cast(new, old.dtype), old.shape) for new, old in zip(sums, tensors)
+        ]
 
     def exchange_among(self, tensors: list[tf.Tensor], workers: list[int]) -> list[tf.Tensor]:
         """Sends a tensor to each of some workers, and returns the tensors that they send here.
@@ -210,7 +213,7 @@ class MpiAllReduce:
 
         Each worker adds its part of such a tensor, and all gather the sums of the parts.
         """
-        halves = [i for i, tensor in enumerate(packed) if tensor.dtype in _HALF]
+        halves = [i for i, tensor in enumerate(packed) if tensor.dtype in buffers.HALF]
         methods = [self._exchange if i in halves else self._add for i in range(len(packed))]
         sent = [
             buffers.cut_half(tensor, self._size) if i in halves else tensor

@@ -298,10 +298,7 @@ class _WorkerPass:
         if len(self._copies) == 1:
             return gradients
         dense = [grad for grad in gradients if not isinstance(grad, tf.IndexedSlices)]
-        # MPI cannot add float16 and bfloat16.
-        sent = [tf.cast(x, tf.float32) if x.dtype.size < 4 else x for x in dense]
-        sums = self._mpi.add_among(sent, self._copies) if sent else []
-        sums = iter([tf.cast(new, old.dtype) for new, old in zip(sums, dense)])
+        sums = iter(self._mpi.add_among(dense, self._copies) if dense else [])
         return [
             self._concat_over_copies(grad) if isinstance(grad, tf.IndexedSlices) else next(sums)
             for grad in gradients
