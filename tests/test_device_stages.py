@@ -342,6 +342,8 @@ def test_what_cannot_be_is_told():
         devices=[f"{KIND}:1"]
     )
     assert f"devices='{KIND}:1'. Write devices=['{KIND}:1']" in told(devices=f"{KIND}:1")
+    assert ", 3 stages" in told(devices=DEVICES, stages=np.int64(3))
+    assert "a whole number from 2. Received: stages=2.0" in told(devices=DEVICES, stages=4 / 2)
     assert "Received: stages=1, 2 devices." in told(devices=DEVICES, stages=1)
     with replicas.create_strategy(1).scope():
         small = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
@@ -455,6 +457,29 @@ def test_a_layer_of_the_users_own_that_does_so_is_refused_before_it_trains():
         model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
     for one, other in zip(before, model.get_weights()):
         np.testing.assert_array_equal(one, other)
+
+
+class Scale(layers.Layer):
+    """Its variable is TensorFlow's, which Keras does not know."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.scale = tf.Variable(2.0)
+
+    def call(self, x):
+        return x * tf.cast(self.scale, x.dtype)
+
+
+@pytest.mark.parametrize("by", ["layer", "closure"])
+def test_a_variable_that_is_no_weight_is_refused_by_its_name(by):
+    with replicas.create_strategy(1, verify="never").scope():
+        scale = keras.Variable(2.0, name="own")
+        layer = Scale(name="it") if by == "layer" else layers.Lambda(lambda x: x * scale, name="it")
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(4), layer, layers.Dense(1)])
+        tfmulti.pipeline(model, devices=[f"{KIND}:0", f"{KIND}:1"])
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="that are its weights. .*, read in .*it.*add_weight"):
+        model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
 
 
 def test_activations_are_checkpointed_by_the_pipeline_alone():
@@ -615,3 +640,58 @@ def test_a_weight_that_no_loss_depends_on_is_not_updated():
         np.testing.assert_array_equal(model.get_layer("b").kernel.numpy(), before)
         models.append(model)
     assert worker.apart(*models) <= 1e-12
+
+
+def test_a_model_that_shares_layers_predicts_with_their_weights_once_they_have_moved():
+    strategy, rows = replicas.create_strategy(1), np.ones((2, 4))
+    with strategy.scope():
+        given = keras.Input((4,))
+        hidden = layers.Dense(4)(given)
+        encoder = keras.Model(given, hidden)
+    # In a scope TensorFlow would trace for that scope.
+    before = encoder.predict(rows, verbose=0)
+    with strategy.scope():
+        model = tfmulti.pipeline(keras.Model(given, layers.Dense(1)(hidden)), devices=DEVICES)
+    model.set_weights([2 * weight for weight in model.get_weights()])
+    np.testing.assert_array_equal(encoder.predict(rows, verbose=0), 2 * before)
+
+
+class Balanced(layers.Layer):
+    """Keeps a loss in an attribute."""
+
+    def call(self, x):
+        self.balance = keras.ops.mean(keras.ops.square(x))
+        return x
+
+
+class AddsBalance(keras.Model):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs) + self.get_layer("gate").balance
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_gradient_of_a_tensor_that_a_layer_keeps_is_refused_by_its_name(micro_batches):
+    # The check of two micro-batches would tell the same in its own words.
+    with replicas.create_strategy(1, verify="never").scope():
+        given = keras.Input((4,))
+        hidden = Balanced(name="gate")(layers.Dense(4)(given))
+        model = AddsBalance(given, layers.Dense(1)(layers.Dense(4)(hidden)))
+        tfmulti.pipeline(model, micro_batches=micro_batches, devices=DEVICES)
+        model.compile("sgd", "mse")
+    with pytest.raises(RuntimeError, match="Received: gate.balance, of which code outside"):
+        model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+
+
+def test_a_tensor_that_a_layer_keeps_is_read_without_a_gradient():
+    class Reads(keras.Model):
+        def compute_metrics(self, *args, **kwargs):
+            logs = super().compute_metrics(*args, **kwargs)
+            return {**logs, "balance": self.get_layer("gate").balance}
+
+    with replicas.create_strategy(1).scope():
+        given = keras.Input((4,))
+        hidden = layers.Dense(4)(Balanced(name="gate")(given))
+        model = Reads(given, layers.Dense(1)(hidden))
+        tfmulti.pipeline(model, micro_batches=1, devices=DEVICES)
+        model.compile("sgd", "mse")
+    assert model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0).history["balance"] == [1]

@@ -150,6 +150,31 @@ def test_halves_are_sent_as_halves_and_added_in_full_precision(dtype):
     assert communicator.sent == [2 * 102, 102]
 
 
+class OfWideNumbers(Communicator):
+    """Adds as most MPIs do, which do not know half precision; its groups are of both workers."""
+
+    group = SimpleNamespace(Incl=list)
+
+    def Create_group(self, group):  # noqa: N802
+        return self
+
+    def _note(self, array):
+        assert array.itemsize >= 4
+        super()._note(array)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("method", ["add_among", "reduce_to_owners"])
+def test_halves_are_added_in_full_precision_for_some_workers_too(method, dtype):
+    sender = all_reduce.MpiAllReduce(OfWideNumbers(), lambda: None)
+    values = [tf.constant([1.5, 2.0], dtype), tf.constant([3.0]), tf.constant([0.5], dtype)]
+    workers = [0, 1] if method == "add_among" else [0] * len(values)
+    added = tf.function(getattr(sender, method))(values, workers)
+    for new, old in zip(added, values, strict=True):
+        assert new.dtype == old.dtype
+        np.testing.assert_array_equal(tf.cast(new, "float32"), 2 * tf.cast(old, "float32"))
+
+
 def test_odd_numbers_of_halves_are_filled_up():
     sender = all_reduce.MpiAllReduce(Communicator(), lambda: None)
     [added] = sender.add([tf.ones([1], tf.bfloat16)])
@@ -197,6 +222,49 @@ def test_an_error_of_this_worker_alone_is_not_called_a_loss_of_another():
     with pytest.raises(tf.errors.ResourceExhaustedError, match="no 8 GiB") as caught:
         tf.function(sender.add)([tf.ones([2])])
     assert peers.find_peer_error(caught.value, cluster) is None
+
+
+class Sends(Communicator):
+    """One whose messages are at once under way, and fail as they are told to."""
+
+    def __init__(self, at_send=None, at_test=None):
+        super().__init__()
+        self.at_send, self.at_test, self.tested = at_send, at_test, threading.Event()
+
+    def Isend(self, array, dest, tag):  # noqa: N802
+        self._note(array)
+        if self.at_send is not None:
+            raise self.at_send
+        return self
+
+    def Test(self):  # noqa: N802
+        self.tested.set()
+        if self.at_test is not None:
+            raise self.at_test
+        return True
+
+
+def test_what_is_sent_is_not_kept():
+    communicator = Sends()
+    sender = all_reduce.MpiAllReduce(communicator, lambda: None)
+    for _ in range(3):
+        sender.send([tf.ones([4])], 1)
+    sender.add([tf.ones([2])])
+    assert len(communicator.sent) == 7
+    assert not sender._calls._calls
+
+
+@pytest.mark.parametrize("when", ["at_send", "at_test"])
+def test_an_error_of_a_message_reaches_the_next_call(when):
+    kind = type("Exception", (RuntimeError,), {"__module__": "mpi4py.MPI"})
+    communicator = Sends(**{when: kind("no route")})
+    sender = all_reduce.MpiAllReduce(communicator, lambda: None)
+    sender.send([tf.ones([4])], 1)
+    if when == "at_test":
+        assert communicator.tested.wait(10)
+    for _ in range(2):
+        with pytest.raises(tf.errors.OpError, match="Broken pipe to another worker: no route"):
+            tf.function(sender.add)([tf.ones([2])])
 
 
 def test_an_environment_that_is_given_is_not_mpis():

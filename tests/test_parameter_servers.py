@@ -1,5 +1,6 @@
 """Parts of training with parameter servers that need no cluster."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -361,6 +362,22 @@ def test_a_state_that_adds_up_rows_is_refused_where_batches_are_split(kind):
         check_split(step)
 
 
+@pytest.mark.parametrize("loss", ["mse", "sum"])
+def test_the_rounding_of_bfloat16_is_no_other_loss(loss):
+    def total(y, predicted):
+        return keras.ops.sum((keras.ops.cast(y, predicted.dtype) - predicted) ** 2)
+
+    keras.utils.set_random_seed(0)
+    rng = np.random.default_rng(0)
+    batch = rng.normal(size=(48, 16)).astype("float32"), rng.random((48, 1), "float32")
+    layers = [keras.layers.Dense(units, dtype="bfloat16") for units in (32, 1)]
+    model = keras.Sequential([keras.Input((16,)), *layers])
+    model.compile("adam", "mse" if loss == "mse" else total)
+    refuses = loss != "mse"
+    with pytest.raises(ValueError, match="mean over") if refuses else contextlib.nullcontext():
+        split_check.check(steps_of(model, batch), tf.nest.map_structure(tf.constant, batch), True)
+
+
 def sequences(layer, loss, batch):
     """Checks a model of sequences that is trained from batches that are split."""
     layers = [keras.Input(batch[0].shape[1:], dtype=batch[0].dtype), *layer, keras.layers.Dense(3)]
@@ -495,6 +512,71 @@ def test_a_state_that_is_not_finite_is_refused_if_a_step_changes_it():
     model.state.assign(-np.inf)
     with pytest.raises(ValueError, match="Received: .*state, which holds -inf"):
         steps_of(model).check_train()
+
+
+class Renaming(keras.Model):
+    """Logs its metric by the name of another, as Keras's examples do."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.total = keras.layers.Dense(1), keras.metrics.Mean(name="total_loss")
+
+    @property
+    def metrics(self):
+        return [self.total]
+
+    def call(self, x):
+        return self.dense(x)
+
+    def loss_of(self, data):
+        loss = tf.reduce_mean((self(data[0]) - data[1]) ** 2)
+        self.total.update_state(loss)
+        return loss
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(data)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": self.total.result()}
+
+    def test_step(self, data):
+        self.loss_of(data)
+        return {"loss": self.total.result()}
+
+
+def test_a_metric_that_is_logged_by_another_name_is_that_of_all_steps():
+    model = Renaming()
+    model.compile(keras.optimizers.SGD(0.0))
+    step = steps_of(model)
+    halves = [tuple(part[rows] for part in BATCH) for rows in (slice(6), slice(6, 12))]
+    expected = model.evaluate(*BATCH, batch_size=6, verbose=0, return_dict=True)
+    trained = [answer.metrics for answer in train(step, *halves)]
+    tested, others = zip(*(step.schedule_test(Here, half, 0)() for half in halves))
+    assert others == ({}, {})
+    for kind, states in (("train", trained), ("test", tested)):
+        added = [np.sum(each, axis=0) for each in zip(*states)]
+        assert step.results(added, kind) == pytest.approx(expected)
+
+
+class Wrapped(Renaming):
+    train_step, test_step = tf.function(Renaming.train_step), tf.function(Renaming.test_step)
+
+
+def test_steps_may_be_wrapped_in_a_tf_function(monkeypatch):
+    factories._repair_keras()
+    strategy, found = tf.distribute.get_strategy(), []
+    monkeypatch.setattr(strategy, "has_parameter_servers", True, raising=False)
+    for kind in (Renaming, Wrapped):
+        keras.utils.set_random_seed(0)
+        model = kind()
+        model.compile(keras.optimizers.SGD(0.1))
+        step = steps_of(model)
+        step.check_train()
+        train(step, BATCH)
+        states, _ = step.schedule_test(Here, BATCH, 0)()
+        found.append(step.results(states, "test")["loss"])
+    assert found[0] == pytest.approx(found[1])
 
 
 @pytest.fixture(name="on_servers")
@@ -742,6 +824,17 @@ def test_a_model_that_is_compiled_during_training_is_told():
     model = staged()
     with pytest.raises(ValueError, match="`compile` must not be called during training"):
         epochs_of(model, on_epoch_end=lambda epoch, logs: model.compile("sgd", "mse"))
+
+
+def test_callbacks_are_given_as_to_fit(monkeypatch):
+    def check(model, callbacks, *settings):
+        raise ValueError([type(each).__name__ for each in callbacks])
+
+    monkeypatch.setattr(asynchronous, "_check", check)
+    stop = keras.callbacks.TerminateOnNaN()
+    for given, found in ((None, r"\[\]"), (stop, r"\['Term\w+'\]"), ([stop], r"\['Term\w+'\]")):
+        with pytest.raises(ValueError, match=found):
+            tfmulti.train_async(None, BATCH, callbacks=given)
 
 
 def test_eager_steps_are_refused_with_servers(monkeypatch):

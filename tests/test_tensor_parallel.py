@@ -1,5 +1,7 @@
 """How a layout splits weights, and what cannot be split; the workers are in `multi_worker/`."""
 
+import types
+
 import keras
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from test_pipeline import Mailbox
 
 import tfmulti
 from tfmulti.mpi.all_reduce import MpiAllReduce
-from tfmulti.parallel import tensor_attention, tensor_layers
+from tfmulti.parallel import tensor, tensor_attention, tensor_layers
 from tfmulti.parallel.group_rows import Group
 from tfmulti.parallel.tensor import tensor_parallel
 from tfmulti.step import owners, split_weights
@@ -176,6 +178,15 @@ def test_a_group_is_of_neighbors(monkeypatch):
     assert [Group(Strategy(rank, {}), 2).me for rank in range(4)] == [0, 1, 0, 1]
 
 
+def test_a_group_is_any_whole_number(monkeypatch):
+    monkeypatch.setattr("tfmulti.topology.num_workers", lambda strategy: 4)
+    monkeypatch.setattr("tfmulti.step.parameters.refuse_several_replicas", lambda *args: None)
+    strategy = types.SimpleNamespace(extended=types.SimpleNamespace(exchange_among=print))
+    assert type(tensor._number_in_group(strategy, np.int64(2))) is int
+    with pytest.raises(ValueError, match="Received: group=2.0, 4 workers"):
+        tensor._number_in_group(strategy, 2.0)
+
+
 def paired(*hidden, outputs=None, layout=None):
     """The pairs that a chain of layers has."""
     model = keras.Sequential([keras.Input((4,)), *hidden])
@@ -203,6 +214,17 @@ def test_features_stay_split_between_a_column_split_and_the_row_split_that_alone
     assert not paired(wide(), back(), outputs=["wide", "back"])
     assert not paired(wide(), back(), layout={"wide": "column"})
     assert not paired(wide(), back(), layout={"wide": "row", "back": "row"})
+
+
+def test_features_are_whole_in_a_model_with_a_call_of_its_own():
+    class Between(keras.Model):
+        def call(self, x):
+            return self.get_layer("back")(keras.ops.softmax(self.get_layer("wide")(x)))
+
+    wide, back = layers.Dense(6, name="wide"), layers.Dense(5, name="back")
+    given = keras.Input((4,))
+    model = Between(given, back(wide(given)))
+    assert not tensor_layers.pairs_of(model, [(wide, "column"), (back, "row")])
 
 
 def test_features_are_whole_once_another_layer_comes_between_the_two():

@@ -409,6 +409,20 @@ def test_eager_steps_agree_where_a_replica_has_no_rows():
     assert_same(train(1), train(2))
 
 
+def test_predict_on_batch_predicts_with_the_layers_that_a_model_has_now():
+    x, strategy = rows()[0], create_strategy(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input(x.shape[1:]), keras.layers.Dense(3)])
+        model.compile("sgd", "mse")
+    # In a scope TensorFlow would trace for that scope.
+    assert model.predict_on_batch(x).shape == (len(x), 3)
+    with strategy.scope():
+        model.pop()
+        model.add(keras.layers.Dense(1))
+        model.compile("sgd", "mse")
+    assert model.predict_on_batch(x).shape == (len(x), 1)
+
+
 class OwnTrainFunction(keras.Model):
     """Makes the function of a step itself, by the strategy or as on one device."""
 

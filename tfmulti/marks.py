@@ -82,7 +82,9 @@ REPLICATED = Mark("replicated", (None, frozenset()))
 OTHER_FUNCTION = Mark("other_function")
 """Of its function for training: the one with a check of the gradients, or without, instead."""
 PREDICT = Mark("predict", (None, None))
-"""The function of `predict_on_batch`, and whether it runs eagerly and on one replica."""
+"""The function of `predict_on_batch`, and what it was made for."""
+MOVES = Mark("moves", 0)
+"""`keras_compat.num_moves` when its function of `predict` was made."""
 TABLE_READS = Mark("table_reads")
 """How each embedding table is read, by the variable's id: see `step.sparse_gradients`."""
 AVERAGE = Mark("average")

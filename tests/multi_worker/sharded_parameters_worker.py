@@ -424,12 +424,17 @@ def life(strategy, folder, name):
         fit(model, checkpoint=place, callbacks=[look])
         seen[f"{source} to {target}"] = apart(model, whole)
         seen[f"{source} to {target}, values kept"] = look.number
-    model = build(strategy)
+    model, x = build(strategy), rows()[0]
+    # Its weights are on all workers until it trains.
+    model.predict(x, verbose=0), model.predict_on_batch(x)
     saving = keras.callbacks.ModelCheckpoint(folder / "each.weights.h5", save_weights_only=True)
     fit(model, callbacks=[saving])
     seen["called outside of a step"] = float(
         np.abs(model(rows()[0]).numpy() - whole.predict(rows()[0], verbose=0)).max()
     )
+    for name in ("predict", "predict_on_batch"):
+        predicted = [getattr(each, name)(x) for each in (model, whole)]
+        seen[f"{name} before and after"] = float(np.abs(predicted[0] - predicted[1]).max())
     if topology.is_chief(strategy):
         # On the chief alone, after `fit`.
         model.save(folder / "sharded.keras")

@@ -37,8 +37,8 @@ from tfmulti.keras_compat.extended import (
 )
 from tfmulti.keras_compat.held import (
     HeldVariable, UpdatedRows, after_add_weight, are_held_values, call_outside_scope,
-    held_values, hold, in_stateless_scope, is_initialized, move_held, own_state,
-    own_weights, put_on,
+    held_values, hold, in_stateless_scope, is_initialized, move_held, num_moves,
+    own_state, own_weights, put_on,
 )
 from tfmulti.keras_compat.replaced_calls import (
     distributed_dataset_of, feed_of, follow_position, number_of_batches, set_number_of_batches,
@@ -70,6 +70,6 @@ from tfmulti.keras_compat.replaced_steps import (
 from tfmulti.keras_compat.streams import find_changing_order, made_of, source_tensors
 from tfmulti.keras_compat.table import TABLE, check_versions, install, installed_versions
 from tfmulti.keras_compat.tracing import (
-    has_built_layers, is_built, is_recorded, noting_unbuilt, tensors_read_after,
-    tensors_read_from_before, unbuilt_metrics, without_rows,
+    has_built_layers, is_built, is_recorded, is_recording, noting_unbuilt,
+    tensors_read_after, tensors_read_from_before, unbuilt_metrics, without_rows,
 )

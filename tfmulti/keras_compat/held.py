@@ -18,6 +18,7 @@ from tfmulti import marks
 from tfmulti.runtime.scoped import Scoped
 
 _reads_held = Scoped(False)
+_num_moves = 0
 
 
 class HeldVariable(keras.Variable):
@@ -149,6 +150,17 @@ def own_variable(variable):
         return variable.value if isinstance(variable, keras.Variable) else variable
 
 
+def num_moves() -> int:
+    """Returns how often variables of this process have moved, the same on all workers."""
+    return _num_moves
+
+
+def _note_move():
+    """Notes that functions which were traced before may read what a variable no longer holds."""
+    global _num_moves
+    _num_moves += 1
+
+
 def hold(variable: keras.Variable, kind: type, strategy: tf.distribute.Strategy, is_here: bool):
     """Turns a variable into a `HeldVariable`, in place; frees its value on other workers.
 
@@ -158,6 +170,8 @@ def hold(variable: keras.Variable, kind: type, strategy: tf.distribute.Strategy,
         strategy: A strategy with one replica for each worker.
         is_here: Whether this worker holds it.
     """
+    # On the worker that holds it, too: the others wait for it to send the value.
+    _note_move()
     # In place: the layer and its lists of weights hold this object.
     variable.__class__ = kind
     variable.is_here = is_here
@@ -173,6 +187,7 @@ def move_held(variable: HeldVariable, strategy: tf.distribute.Strategy, value) -
         strategy: A strategy with one replica for each worker.
         value: Its whole value if this worker will hold it, else None.
     """
+    _note_move()
     variable.is_here = value is not None
     empty = tf.zeros([0], variable._value.dtype)
     _set_value(variable, strategy, empty if value is None else value)
@@ -218,6 +233,7 @@ def put_on(variable: keras.Variable, device: str) -> None:
         variable: A variable that no step has been traced with.
         device: A device of this process, such as `"GPU:1"`.
     """
+    _note_move()
     old = variable._value
 
     def create():

@@ -49,6 +49,11 @@ def in_scope_of_servers(*_, **__) -> bool:
     return has_servers(tf.distribute.get_strategy())
 
 
+def in_any_scope(*_, **__) -> bool:
+    """In the scope of one of our strategies, also of that for parameter servers."""
+    return in_scope() or in_scope_of_servers()
+
+
 def of_model(model, *_, **__) -> bool:
     """On a model of one of our strategies."""
     return is_ours(getattr(model, "distribute_strategy", None))

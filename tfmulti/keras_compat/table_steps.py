@@ -87,10 +87,11 @@ _STEPS = (
         needs=("finite_on_all",),
         arguments=("grads",),
     ),
-    scope_entry(
+    Replacement(
         polymorphic_function.Function,
         "__call__",
         replaced_steps.inline_functions,
+        replacement.in_any_scope,
         f"{_MERGE_CALL}, and a kind of step that reuses another's trace of a tf.function",
         "test_canary_a_tf_function_within_a_step_cannot_reduce",
         needs=("inlines",),

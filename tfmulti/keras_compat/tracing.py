@@ -10,8 +10,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import backend as keras_backend
+from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.distribute import values as distributed_values
+
+from tfmulti import marks
+from tfmulti.keras_compat.calls import RecordingScope
+from tfmulti.keras_compat.held import num_moves
 
 # More layers of a class than this that the model does not hold are made by the step, at each trace.
 _MOST_OF_A_CLASS = 30
@@ -167,10 +172,14 @@ def predict_any_rows(original):
 
     `tf.function` traces again for another number of rows, and collectives get their keys when they
     are traced. If only one worker's number of rows changed, its keys would differ from then on.
+    Once weights have moved to a worker or a device the function is made again: it would read what
+    they were, and no call by which they move knows all models that have them.
     """
 
     def make_predict_function(self, force=False):
-        original(self, force)
+        moves = num_moves()
+        original(self, force or marks.MOVES.get(self) != moves)
+        marks.MOVES.set(self, moves)
         if _has_other_workers(self):
             self.predict_function = _for_any_rows(self.predict_function)
 
@@ -316,3 +325,8 @@ def tensors_read_after(ops: list[tf.Operation], end: int) -> list[tf.Tensor]:
 def is_recorded(tensors: list[tf.Tensor]) -> bool:
     """Whether a tape records one of the tensors, so that its gradient may be requested."""
     return bool(tensors) and pywrap_tfe.TFE_Py_TapeSetShouldRecordBackprop(tensors)
+
+
+def is_recording() -> bool:
+    """Whether this thread is in a `RecordingScope`."""
+    return in_stateless_scope() and isinstance(get_stateless_scope(), RecordingScope)

@@ -12,8 +12,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -22,6 +20,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.mpi import buffers
+from tfmulti.mpi.calls import PROGRESS_S, MpiCalls
 
 DEFAULT_BUCKET_BYTES = 4 * 2**20
 CACHED_PIECE_BYTES = 2**20
@@ -37,20 +36,7 @@ MPI_CALLS = (
     "send",
 )
 """The methods of `MpiAllReduce` that a strategy over MPI gets."""
-_POLL_S = 0.3
-# MPI makes progress with messages only while one of its functions is called.
-_PROGRESS_S = 0.0005
 _MESSAGE_TAG = 7
-_HALF = (tf.float16, tf.bfloat16)
-
-
-class _Call:
-    """One MPI call that is under way: a method of `MpiAllReduce`, and its arrays."""
-
-    def __init__(self, method, arrays):
-        self.method, self.arrays = method, arrays
-        self.done = threading.Event()
-        self.result, self.error = None, None
 
 
 class MpiAllReduce:
@@ -71,21 +57,17 @@ class MpiAllReduce:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         piece_bytes: int = buffers.MOST_BYTES,
     ):
-        self._communicator, self._check_peers = communicator, check_peers
+        self._communicator = communicator
         self._bucket_bytes = bucket_bytes
         self._size = communicator.size
         self._pieces = functools.partial(buffers.pieces_of, most_bytes=piece_bytes)
-        self._calls: dict[int, _Call] = {}
-        self._numbers = itertools.count(1)
-        self._work: queue.SimpleQueue = queue.SimpleQueue()
-        self._sending: list[tuple] = []
         self._groups: dict[tuple[int, ...], object] = {}
         # On one core, a sum and the backward pass would only take turns.
         self._overlaps = len(os.sched_getaffinity(0)) > 1
         with tf.init_scope(), tf.device("CPU:0"):
             # All MPI calls read and write it, so TensorFlow keeps them in the program's order.
             self._last = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfmulti_last")
-        threading.Thread(target=self._serve, name="tfmulti-mpi", daemon=True).start()
+        self._calls = MpiCalls(check_peers)
 
     def add(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the sums over all workers; float16 and bfloat16 are sent in their own dtype.
@@ -123,14 +105,15 @@ class MpiAllReduce:
         """Returns the sums over all workers of the tensors that this worker owns, zeros for others.
 
         Args:
-            tensors: Dense tensors of at least 32 bits, of the same shapes on all workers.
+            tensors: Dense tensors, of the same shapes on all workers.
             owners: For each tensor, the number of the worker that needs the sum.
         """
         # TensorFlow does not create zeros that nobody reads.
         sums = [tf.zeros(buffers.shape_of(tensor), tensor.dtype) for tensor in tensors]
         own = [self._communicator.rank]
-        for place, value in self._by_owner(self._reduce_to, tensors, owners, own):
-            sums[place] = value
+        wide = buffers.without_halves(tensors)
+        for place, value in self._by_owner(self._reduce_to, wide, owners, own):
+            sums[place] = tf.cast(value, tensors[place].dtype)
         return sums
 
     def send(self, tensors: list[tf.Tensor], to: int) -> list[tf.Tensor]:
@@ -146,7 +129,11 @@ class MpiAllReduce:
         if not tensors:
             return []
         method = functools.partial(self._send_to, to)
-        return self._call(lambda _, *arrays: [self._begin(method, *arrays)], tensors, [])
+
+        def begin(_, *arrays):
+            return [self._calls.begin(method, *arrays, is_awaited=False)]
+
+        return self._call(begin, tensors, [])
 
     def receive_sent(self, specs: list[tf.TensorSpec], source: int) -> list[tf.Tensor]:
         """Returns the tensors that one worker has sent with `send`.
@@ -159,8 +146,8 @@ class MpiAllReduce:
             return []
         kinds = [(spec.dtype.as_numpy_dtype, spec.shape.rank) for spec in specs]
         method = functools.partial(self._receive_sent, source, kinds)
-        [ticket] = self._call(lambda _: [self._begin(method)], [], [])
-        results = tf.numpy_function(self._finish, [ticket], [spec.dtype for spec in specs])
+        [ticket] = self._call(lambda _: [self._calls.begin(method)], [], [])
+        results = tf.numpy_function(self._calls.finish, [ticket], [spec.dtype for spec in specs])
         return [
             tf.ensure_shape(result, spec.shape)
             for result, spec in zip(tf.nest.flatten(results), specs)
@@ -170,12 +157,15 @@ class MpiAllReduce:
         """Returns the sums over some workers; only these call it.
 
         Args:
-            tensors: Dense tensors of at least 32 bits, of the same shapes on these workers.
+            tensors: Dense tensors, of the same shapes on these workers.
             workers: The numbers of these workers.
         """
         method = functools.partial(self._add_among, tuple(workers))
-        sums = self._in_buckets(lambda packed: self._run([method] * len(packed), packed), tensors)
-        return [tf.ensure_shape(new, old.shape) for new, old in zip(sums, tensors)]
+        wide = buffers.without_halves(tensors)
+        sums = self._in_buckets(lambda packed: self._run([method] * len(packed), packed), wide)
+        return [
+            tf.ensure_shape(tf.cast(new, old.dtype), old.shape) for new, old in zip(sums, tensors)
+        ]
 
     def exchange_among(self, tensors: list[tf.Tensor], workers: list[int]) -> list[tf.Tensor]:
         """Sends a tensor to each of some workers, and returns the tensors that they send here.
@@ -188,8 +178,8 @@ class MpiAllReduce:
         method = functools.partial(self._exchange_among, workers, kinds)
 
         def exchange(_, *arrays):
-            number = self._begin(method, *arrays)
-            return [number, *self._finish(number)]
+            number = self._calls.begin(method, *arrays)
+            return [number, *self._calls.finish(number)]
 
         received = self._call(exchange, tensors, [tensor.dtype for tensor in tensors])[1:]
         return [buffers.of_rank(new, old.shape.rank) for new, old in zip(received, tensors)]
@@ -223,7 +213,7 @@ class MpiAllReduce:
 
         Each worker adds its part of such a tensor, and all gather the sums of the parts.
         """
-        halves = [i for i, tensor in enumerate(packed) if tensor.dtype in _HALF]
+        halves = [i for i, tensor in enumerate(packed) if tensor.dtype in buffers.HALF]
         methods = [self._exchange if i in halves else self._add for i in range(len(packed))]
         sent = [
             buffers.cut_half(tensor, self._size) if i in halves else tensor
@@ -251,18 +241,20 @@ class MpiAllReduce:
             return []
         if len(tensors) == 1 or not self._overlaps:
             fetched = self._call(
-                lambda _, *arrays: self._begin_and_finish(methods, arrays),
+                lambda _, *arrays: self._calls.begin_and_finish(methods, arrays),
                 tensors,
                 [tensor.dtype for tensor in tensors],
             )
         else:
             tickets = [
-                self._call(lambda _, array, call=call: [self._begin(call, array)], [tensor], [])
+                self._call(
+                    lambda _, array, call=call: [self._calls.begin(call, array)], [tensor], []
+                )
                 for call, tensor in zip(methods, tensors)
             ]
             with tf.control_dependencies([ticket for [ticket] in tickets]):
                 fetched = [None] + [
-                    tf.numpy_function(self._finish, ticket, tensor.dtype)
+                    tf.numpy_function(self._calls.finish, ticket, tensor.dtype)
                     for ticket, tensor in zip(tickets, tensors)
                 ]
         ranks = [tensor.shape.rank if rank is None else rank for tensor in tensors]
@@ -285,58 +277,18 @@ class MpiAllReduce:
             self._last.assign(results[0])
         return results
 
-    def _begin(self, method, *arrays) -> np.int64:
-        """Hands a call to MPI's thread, and returns its number."""
-        number = next(self._numbers)
-        arrays = [np.asarray(array, order="C") for array in arrays]
-        self._calls[number] = call = _Call(method, arrays)
-        self._work.put(call)
-        return np.int64(number)
-
-    def _begin_and_finish(self, methods, arrays) -> list:
-        numbers = [self._begin(method, array) for method, array in zip(methods, arrays)]
-        return [numbers[-1], *(self._finish(number) for number in numbers)]
-
-    def _finish(self, number) -> np.ndarray:
-        """Waits for a call, and returns its result."""
-        call = self._calls.pop(int(number))
-        while not call.done.wait(_POLL_S):
-            self._check_peers()
-        if call.error is not None:
-            if not type(call.error).__module__.startswith("mpi4py"):
-                # This worker's own, such as too little memory for a result.
-                raise call.error
-            self._check_peers()
-            raise RuntimeError(f"Broken pipe to another worker: {call.error}")
-        return call.result
-
-    def _serve(self):
-        """Makes the calls one after the other, in MPI's thread."""
-        while True:
-            try:
-                call = self._work.get(timeout=_PROGRESS_S if self._sending else None)
-            except queue.Empty:
-                self._sending = [each for each in self._sending if not each[0].Test()]
-                continue
-            try:
-                call.result = call.method(*call.arrays)
-            except Exception as error:
-                call.error = error
-            call.arrays = None
-            call.done.set()
-
     def _send_to(self, to, *arrays):
         shapes = np.array([size for array in arrays for size in array.shape], np.int64)
         for array in (shapes, *arrays):
             for piece in buffers.bytes_of(array):
                 request = self._communicator.Isend(piece, dest=to, tag=_MESSAGE_TAG)
-                self._sending.append((request, piece))
+                self._calls.sending.append((request, piece))
 
     def _receive_sent(self, source, kinds):
         sizes = np.empty(sum(rank for _, rank in kinds), np.int64)
         # A blocking receive would poll all the time, on a core that computes what comes before.
         while not self._communicator.Iprobe(source=source, tag=_MESSAGE_TAG):
-            time.sleep(_PROGRESS_S)
+            time.sleep(PROGRESS_S)
         for piece in buffers.bytes_of(sizes):
             self._communicator.Recv(piece, source=source, tag=_MESSAGE_TAG)
         arrays, sizes = [], iter(sizes.tolist())

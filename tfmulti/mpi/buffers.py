@@ -7,6 +7,8 @@ import tensorflow as tf
 
 MOST_BYTES = 2**30
 """The largest message: MPI counts with 32 bits."""
+HALF = (tf.float16, tf.bfloat16)
+"""The dtypes that most MPIs cannot add."""
 # TensorFlow takes over an array without a copy if its address is a multiple of this.
 _ALIGNMENT = 64
 # A tensor of at least 1/8 of a bucket is sent by itself: packing would cost a copy.
@@ -87,6 +89,11 @@ def cut_half(tensor: tf.Tensor, num_workers: int) -> tf.Tensor:
     flat = tf.bitcast(tf.reshape(tensor, [-1]), tf.uint16)
     missing = -tf.size(flat) % num_workers
     return tf.reshape(tf.pad(flat, [[0, missing]]), [num_workers, -1])
+
+
+def without_halves(tensors) -> list[tf.Tensor]:
+    """Returns tensors that MPI can add: those of half precision as float32."""
+    return [tf.cast(x, tf.float32) if x.dtype in HALF else x for x in tensors]
 
 
 @tf.function(jit_compile=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks
+from tfmulti.parallel.kept_tensors import refuse_other_gradients
 from tfmulti.parallel.staged_call import (
     Plan,
     StagedCall,
@@ -63,7 +64,7 @@ class DeviceStages(StagedCall):
             with tf.device(device):
                 values = keras_compat.values_of(stage.weights)
                 links += [link(value) for value in values]
-                weights.append([tf.stop_gradient(value) for value in values])
+                weights.append(refuse_other_gradients(values, self._model))
         one = None
 
         # The weights are not arguments: a graph would copy arguments to the device of the step.
@@ -71,9 +72,8 @@ class DeviceStages(StagedCall):
         def compute(*tensors):
             nonlocal one
             one = _DevicePass(plan, self._devices)
-            results = one.forward(
-                [tf.stop_gradient(tensor) for tensor in tensors[: len(flat)]], weights
-            )
+            given = refuse_other_gradients(tensors[: len(flat)], self._model)
+            results = one.forward(given, weights)
 
             def gradient(*upstream):
                 upstream = [tf.convert_to_tensor(each) for each in plan.outputs.floats(upstream)]

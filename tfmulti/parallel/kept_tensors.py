@@ -154,6 +154,41 @@ class Reads:
         return [*names, tensor.name][0]
 
 
+def refuse_other_gradients(tensors, model: keras.Model) -> list[tf.Tensor]:
+    """Returns the same tensors for stages, and makes differentiating what they compute an error.
+
+    The gradient of a stage is that of its outputs. Any other tensor, such as one that a layer keeps
+    in an attribute, would have none: a tape does not look into the stages.
+
+    Args:
+        tensors: Inputs or weights of stages.
+        model: The model in stages.
+    """
+
+    @tf.custom_gradient
+    def hand_on(tensor):
+        def gradient(_):
+            names = [
+                f"{layer.name}.{name}"
+                for layer in keras_compat.all_layers(model)
+                for name, value in vars(layer).items()
+                if _has_gradient(value)
+            ]
+            raise RuntimeError(
+                "A layer in a pipeline must return its tensors or `add_loss` them: others have no "
+                f"gradient. Received: {', '.join(names) or 'a tensor of a layer'}, of which code "
+                "outside of the stage takes a gradient. Use `add_loss` in the layer's call, make "
+                "it an output of the model, or use tf.stop_gradient on it in the call."
+            )
+
+        return tf.identity(tensor), gradient
+
+    return [
+        hand_on(tensor) if tensor.dtype.is_floating or tensor.dtype.is_complex else tensor
+        for tensor in tensors
+    ]
+
+
 def _has_gradient(value):
     """Whether a value is a dense tensor of the graph that is built, of floating point."""
     if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+
 import keras
 import tensorflow as tf
 
@@ -69,7 +71,7 @@ def pipeline(
     Sources: Huang et al., 2019, "GPipe: Efficient Training of Giant Neural Networks using
     Pipeline Parallelism".
     """
-    stages = [stages] if isinstance(stages, str) else stages
+    stages = _check_stages(stages)
     _refuse_model(model, micro_batches)
     _refuse_layers(model, micro_batches)
     advice = "Call it once, and do what is not Keras's in a layer, or use shard='parameters'."
@@ -77,8 +79,7 @@ def pipeline(
     _refuse_rows(measure_rows, stages)
     strategy = model.distribute_strategy
     topology.refuse_servers(strategy, "pipeline", "Use the strategy multi_worker, over MPI.")
-    is_named = stages is not None and not hasattr(stages, "__index__")
-    starts = starts_at(model, stages) if is_named else None
+    starts = starts_at(model, stages) if isinstance(stages, list) else None
     if strategy.num_replicas_in_sync == 1 and devices is None:
         return model
     if devices is None:
@@ -95,6 +96,18 @@ def pipeline(
     staged = WorkerStages(*settings) if devices is None else DeviceStages(*settings, devices)
     staged.install()
     return model
+
+
+def _check_stages(stages) -> int | list[str] | None:
+    """Returns the number of stages as Python's own, or a list of names."""
+    if isinstance(stages, str):
+        return [stages]
+    if stages is None or hasattr(stages, "__iter__"):
+        return stages if stages is None else list(stages)
+    # What is too small is told later, with the number of workers or devices.
+    at_least = stages if isinstance(stages, numbers.Integral) else 2
+    check_whole_number("stages", stages, "Use 2 for two of them, or names of layers.", at_least)
+    return int(stages)
 
 
 def _refuse_model(model, micro_batches):

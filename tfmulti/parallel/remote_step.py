@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfmulti import keras_compat
 from tfmulti.parallel import partitioned, step_checks
 from tfmulti.parallel.answers import Answer, plain
+from tfmulti.parallel.step_logs import StepLogs
 from tfmulti.runtime.scoped import with_attributes
 from tfmulti.step import model_contents
 from tfmulti.step import rows as rows_lib
@@ -59,7 +60,7 @@ class RemoteStep:
         self._sparse: list[bool] = []
         self._changed: dict[str, list[keras.Variable]] = {}
         self._lost: dict[str, list[keras.Variable]] = {}
-        self._returned: dict[str, set[str]] = {}
+        self._logs = {kind: StepLogs(model) for kind in ("train", "test")}
         is_scaling = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
         self._scale = model.optimizer.dynamic_scale if is_scaling else None
         self.first_metrics = self._reset_metrics()
@@ -110,6 +111,7 @@ class RemoteStep:
         """
         self._train = tf.function(self._train_on, input_signature=self._train.input_signature)
         self._apply = tf.function(self._apply_now, reduce_retracing=True)
+        self._results = tf.function(self._results_of)
         self.check_train()
 
     def check_test(self, name: str) -> None:
@@ -187,9 +189,8 @@ class RemoteStep:
             metrics: The states.
             kind: `"train"` or `"test"`, the step.
         """
-        results = self._results([tf.convert_to_tensor(metric) for metric in metrics])
-        returned = self._returned.get(kind) or set(results)
-        return {name: plain(value) for name, value in results.items() if name in returned}
+        results = self._results([tf.convert_to_tensor(metric) for metric in metrics], kind)
+        return {name: plain(value) for name, value in results.items()}
 
     def put_metrics(self, metrics: Sequence[np.ndarray]) -> None:
         """Sets the model's own metrics, which callbacks read after an epoch."""
@@ -221,8 +222,9 @@ class RemoteStep:
             state.append((self._scale, tf.identity(self._scale.value)))
         with keras_compat.RecordingScope(state) as scope:
             _let_read(scope, self._weights)
-            gradients, logs = self._run_step(batch)
-            logs = self._own_logs(scope, logs, "train")
+            with self._logs["train"].noting_results():
+                gradients, logs = self._run_step(batch)
+            logs = self._logs["train"].others(scope, logs)
             after = [_value_in(scope, v) for v in self._states]
             metrics = [_value_in(scope, v) for v in self._metrics]
         self._lost["train"] = step_checks.updated_besides(scope, seeds, self._states, self._metrics)
@@ -244,16 +246,6 @@ class RemoteStep:
         states.append((keras_compat.global_seed(), drawn))
         offset = tf.stack([part * _DRAWS_OF_PART, step * _DRAWS_OF_STEP])
         return [(v, tf.cast(state, v.dtype) + tf.cast(offset, v.dtype)) for v, state in states]
-
-    def _own_logs(self, scope, logs, kind) -> dict[str, tf.Tensor]:
-        """Returns what a step returns besides the results of metrics that it has updated."""
-        logs, known = logs or {}, set()
-        self._returned[kind] = set(logs)
-        for metric in self.model.metrics:
-            if any(id(variable) in scope.updated for variable in metric.variables):
-                result = metric.result()
-                known |= set(result) if isinstance(result, dict) else {metric.name}
-        return {name: tf.convert_to_tensor(v) for name, v in logs.items() if name not in known}
 
     def _run_step(self, batch) -> tuple[list, dict]:
         """Runs `train_step`; returns the gradients that it gives to the optimizer, and its logs."""
@@ -300,7 +292,9 @@ class RemoteStep:
         metrics = zip(self._metrics, map(tf.constant, self.first_metrics))
         with keras_compat.RecordingScope([*seeds, *metrics]) as scope:
             _let_read(scope, [*self._weights, *self._states])
-            logs = self._own_logs(scope, self.model.test_step(batch), "test")
+            with self._logs["test"].noting_results():
+                logs = self.model.test_step(batch)
+            logs = self._logs["test"].others(scope, logs)
             states = [_value_in(scope, v) for v in self._metrics]
         known = self._weights, self._states, self._metrics
         self._lost["test"] = step_checks.updated_besides(scope, seeds, *known)
@@ -323,9 +317,9 @@ class RemoteStep:
                 variable.value.assign_add(change)
         self._updates.assign_add(1)
 
-    def _results_of(self, metrics):
+    def _results_of(self, metrics, kind):
         with keras.StatelessScope(state_mapping=list(zip(self._metrics, metrics))):
-            return self.model.get_metrics_result()
+            return self._logs[kind].results()
 
     def _reset_metrics(self) -> list[np.ndarray]:
         with keras.StatelessScope() as scope:

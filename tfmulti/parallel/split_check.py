@@ -17,6 +17,8 @@ from tfmulti.verification.custom_parts import local_normalization
 
 _MOST_ROWS = 48
 _TOLERANCE = 1e-3
+# What one number is rounded by; rows are added in another order.
+_ROUNDING = {"float16": 2**-10, "bfloat16": 2**-7}
 
 
 def check(step: RemoteStep, batch, splits: bool) -> None:
@@ -171,7 +173,7 @@ def _compare_metrics(step, whole, parts, how):
     first = step.first_metrics
     for number, (state, begin) in enumerate(zip(whole.metrics, first)):
         added = begin + sum(part.metrics[number] - begin for part in parts)
-        if not _are_close(state, added):
+        if not _are_close(step, state, added):
             path = step.model.metrics_variables[number].path
             raise ValueError(
                 "With parameter servers, the state of a metric must be a sum over batches. "
@@ -188,7 +190,7 @@ def _compare_gradients(step, whole, parts):
         if one is None:
             continue
         one, other = _dense_sum(one), _dense_sum(other)
-        if not _are_close(one, other):
+        if not _are_close(step, one, other):
             raise ValueError(
                 "With `max_staleness=0` each batch is split over the workers, so the loss must be "
                 f"a mean over rows. Received: the gradient of {step.name_of(number)} is "
@@ -198,7 +200,7 @@ def _compare_gradients(step, whole, parts):
                 "max_staleness out; each batch then goes to one worker."
             )
     for number, (one, other) in enumerate(zip(whole.changes, changes)):
-        if not _are_close(one, other):
+        if not _are_close(step, one, other):
             raise ValueError(
                 "With `max_staleness=0` each batch is split over the workers, so what a step adds "
                 "to the state of a layer must be a mean over rows. Received: "
@@ -219,12 +221,20 @@ def _dense_sum(gradient):
     return added
 
 
-def _are_close(one, other) -> bool:
-    one, other = np.asarray(one), np.asarray(other)
+def _are_close(step, one, other) -> bool:
+    one, other = _as_known(one), _as_known(other)
     if one.dtype.kind not in "fc":
         return bool(np.array_equal(one, other))
     size = max(float(np.max(np.abs(one), initial=0)), float(np.max(np.abs(other), initial=0)))
-    return bool(np.max(np.abs(one - other), initial=0) <= _TOLERANCE * size + 1e-7)
+    dtypes = {layer.compute_dtype for layer in keras_compat.all_layers(step.model)}
+    tolerance = max([_TOLERANCE, *(8 * _ROUNDING.get(dtype, 0) for dtype in dtypes)])
+    return bool(np.max(np.abs(one - other), initial=0) <= tolerance * size + 1e-7)
+
+
+def _as_known(values) -> np.ndarray:
+    """Returns an array; of bfloat16, which NumPy knows by its size alone, as float32."""
+    values = np.asarray(values)
+    return values.astype("float32") if values.dtype.kind == "V" else values
 
 
 def _show(values) -> str:

@@ -189,7 +189,9 @@ def trace_stages(stages: list[Stage], before: Boundary, training) -> list[StageT
                 weights = [tf.zeros(weight.shape, weight.dtype) for weight in stage.weights]
                 before_it = {id(variable): value for variable, value in state}
                 given = [*taken.floats(flat), *weights]
-                after, flat, state = stage.run(taken, flat, weights, state, training)
+                with tf.GradientTape() as tape:
+                    after, flat, state = stage.run(taken, flat, weights, state, training)
+                _refuse_other_variables(tape.watched_variables())
                 sources = tuple(keras_compat.sources_of(x, given) for x in after.floats(flat))
                 _refuse_without_rows(after)
                 held = {id(weight) for weight in stage.weights}
@@ -217,6 +219,25 @@ def _refuse_without_rows(after):
                 "Every output of a pipeline stage must have a batch axis. Received: a tensor of "
                 f"shape {spec.shape}. Choose other `stages`, so that it stays within one stage."
             )
+
+
+def _refuse_other_variables(variables):
+    """Raises ValueError for variables that a stage reads and that no layer of it has as weights.
+
+    A stage is a function of its weights' values: others would have no gradient, and no place.
+
+    Args:
+        variables: The trainable variables of TensorFlow that were read, as no weight is.
+    """
+    for variable in variables:
+        captures = tf.compat.v1.get_default_graph().captures
+        held = [inner for outer, inner in captures if outer is variable.handle]
+        reads = [op.name for inner in held for op in inner.consumers()]
+        raise ValueError(
+            "A layer in a pipeline must read variables that are its weights. Received: the "
+            f"variable {variable.name}, read in {', '.join(reads[:1]) or 'a layer'}, which is no "
+            "weight of the model. Create it with `self.add_weight` in the layer that reads it."
+        )
 
 
 def refuse_assigned_weights(paths: Iterable[str]) -> None:

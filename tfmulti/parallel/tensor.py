@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 from collections.abc import Mapping
 
@@ -211,7 +212,7 @@ def _number_in_group(strategy, group) -> int:
     workers = topology.num_workers(strategy)
     parameters.refuse_several_replicas(strategy, "tensor_parallel", " --mpi")
     number = workers if group is None else group
-    if not isinstance(number, int) or number < 2 or workers % number:
+    if not isinstance(number, numbers.Integral) or number < 2 or workers % number:
         raise ValueError(
             "`group` must be a whole number of at least 2 that divides the number of workers. "
             f"Received: group={group!r}, {workers} workers. Leave it out for all workers."
@@ -223,4 +224,4 @@ def _number_in_group(strategy, group) -> int:
             "tfmulti.launch --mpi, after pip install 'tfmulti[mpi]'; on GPUs set communication "
             'to "mpi" (--communication mpi).'
         )
-    return number
+    return int(number)

@@ -183,8 +183,10 @@ def pairs_of(model: keras.Model, chosen) -> list[tuple[Pair, list[keras.layers.L
         Each `Pair` with its two layers.
     """
     nodes, kinds = keras_compat.nodes_of(model), {id(x): kind for x, kind in chosen}
-    # Of a model in checkpointed parts, one part may end between the layers and run again alone.
-    if nodes is None or marks.CHECKPOINTED.get(model):
+    # Of a model in checkpointed parts, one part may end between the layers and run again alone. A
+    # call of the model's own need not follow the graph.
+    own_call = not keras_compat.is_stock(model.call)
+    if nodes is None or own_call or marks.CHECKPOINTED.get(model):
         return []
     called = list(zip(keras_compat.layers_of_nodes(model), nodes))
     taken = [id(x) for _, (inputs, _) in called for x in inputs] + [id(x) for x in model.outputs]

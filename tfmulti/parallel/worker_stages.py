@@ -16,6 +16,7 @@ import collections
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology
+from tfmulti.parallel.kept_tensors import refuse_other_gradients
 from tfmulti.parallel.staged_call import (
     Plan,
     StagedCall,
@@ -123,7 +124,7 @@ class WorkerStages(StagedCall):
         @tf.custom_gradient
         def compute(*tensors):
             nonlocal one
-            tensors = [tf.stop_gradient(tensor) for tensor in tensors]
+            tensors = refuse_other_gradients(tensors, self._model)
             own = [tensors[number + place] for place in mine]
             one = _WorkerPass(plan, self._strategy, num_rows, wants_inputs)
             results = one.forward(tensors[:number], own)
@@ -297,10 +298,7 @@ class _WorkerPass:
         if len(self._copies) == 1:
             return gradients
         dense = [grad for grad in gradients if not isinstance(grad, tf.IndexedSlices)]
-        # MPI cannot add float16 and bfloat16.
-        sent = [tf.cast(x, tf.float32) if x.dtype.size < 4 else x for x in dense]
-        sums = self._mpi.add_among(sent, self._copies) if sent else []
-        sums = iter([tf.cast(new, old.dtype) for new, old in zip(sums, dense)])
+        sums = iter(self._mpi.add_among(dense, self._copies) if dense else [])
         return [
             self._concat_over_copies(grad) if isinstance(grad, tf.IndexedSlices) else next(sums)
             for grad in gradients

@@ -182,9 +182,12 @@ def notes_of_step() -> dict | None:
 def inlines_functions() -> bool:
     """Whether a `tf.function` that this thread calls is traced as a part of the current step.
 
-    That is so in a Keras step on several replicas, and where a replica computes the result of one
-    device.
+    That is so in a Keras step on several replicas, where a replica computes the result of one
+    device, and where new values of variables are recorded, as in a step for parameter servers: a
+    trace of its own would leave them in its graph.
     """
+    if keras_compat.is_recording():
+        return True
     is_reference = keras_compat.computes_like_one_device(tf.distribute.get_strategy())
     return in_step() and (current_replica_batch() is not None or is_reference)
 

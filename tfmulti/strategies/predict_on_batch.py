@@ -46,7 +46,9 @@ def predict(original, model: keras.Model, x):
     if _needs_all_workers(model):
         program_order.compare_call(strategy, "predict_on_batch", {}, waits=True)
     function, made_for = marks.PREDICT.get(model)
-    how = model.run_eagerly, _is_by_one_device(model)
+    # Keras forgets its own function wherever the model has changed.
+    model.make_predict_function()
+    how = model.run_eagerly, _is_by_one_device(model), model.predict_function
     if function is None or made_for != how:
         function = _create_function(model)
         marks.PREDICT.set(model, (function, how))

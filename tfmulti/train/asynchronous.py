@@ -37,7 +37,7 @@ def train_async(
     batch_size: int | None = None,
     epochs: int = 1,
     validation_data=None,
-    callbacks: Sequence[keras.callbacks.Callback] = (),
+    callbacks: Sequence[keras.callbacks.Callback] | keras.callbacks.Callback | None = (),
     seed: int = 0,
     max_staleness: int | None = None,
     verbose: int = 1,
@@ -78,6 +78,8 @@ def train_async(
     et al., 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
     Server".
     """
+    # As `fit`, which takes a single one or None, too.
+    callbacks = keras.tree.flatten(callbacks or ())
     _check(model, callbacks, max_staleness, epochs)
     strategy = model.distribute_strategy
     train = _dataset(distribute_train, data, strategy, batch_size, seed=seed)

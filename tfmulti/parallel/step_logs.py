@@ -1,0 +1,77 @@
+"""Which of the values that a step logs are results of metrics, by whatever name it logs them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+
+from tfmulti.runtime.scoped import with_attributes
+
+
+class StepLogs:
+    """The logs of one kind of step.
+
+    Args:
+        model: The model.
+
+    Attributes:
+        names: The names that the step logs.
+    """
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+        # Each result that the step has asked for, with the metric and the result's key, or None.
+        self._asked: list[tuple] = []
+        self._metrics: dict[str, tuple] = {}
+        self.names: set[str] = set()
+
+    @contextlib.contextmanager
+    def noting_results(self) -> Iterator[None]:
+        """Notes within the context which metric a result is of: a step may give it any name."""
+        with contextlib.ExitStack() as stack:
+            for metric in self._model.metrics:
+                result = self._noting(metric, metric.result)
+                stack.enter_context(with_attributes(metric, result=result))
+            yield
+
+    def _noting(self, metric, original):
+        def result():
+            value = original()
+            several = value if isinstance(value, dict) else {None: value}
+            self._asked += [(each, metric, key) for key, each in several.items()]
+            return value
+
+        return result
+
+    def others(self, scope, logs: dict | None) -> dict[str, tf.Tensor]:
+        """Returns what the step logs besides the results of metrics.
+
+        Args:
+            scope: The `RecordingScope` of the step, in which results are computed.
+            logs: What the step has returned.
+        """
+        logs, known = logs or {}, set()
+        for metric in self._model.metrics:
+            if any(id(variable) in scope.updated for variable in metric.variables):
+                result = metric.result()
+                known |= set(result) if isinstance(result, dict) else {metric.name}
+        self._metrics = {
+            name: (metric, key)
+            for name, log in logs.items()
+            for value, metric, key in self._asked
+            if value is log
+        }
+        self._asked, self.names = [], set(logs)
+        known |= set(self._metrics)
+        return {name: tf.convert_to_tensor(v) for name, v in logs.items() if name not in known}
+
+    def results(self) -> dict[str, tf.Tensor]:
+        """Returns the metrics' results by the names that the step logs, from their states now."""
+        results = self._model.get_metrics_result()
+        for name, (metric, key) in self._metrics.items():
+            result = metric.result()
+            results[name] = result if key is None else result[key]
+        return {name: value for name, value in results.items() if name in (self.names or results)}
