@@ -32,12 +32,14 @@ def wrap_step(fn, kind: str, model: keras.Model | None):
         num_global = None
         if isinstance(data, rows_lib.Counted):
             data, num_global = data
+        was_padded = isinstance(data, rows_lib.Padded)
         data = rows_lib.without_padding(data)
         replica_batch = _measure(data, model)
         if replica_batch is None:
             if kind == "train":
                 raise rows_lib.missing_rows_error(data)
             return fn(data)
+        replica_batch.was_padded = was_padded
         if num_global is not None:
             replica_batch.num_global = tf.cast(num_global, tf.float32)
         if kind == "train":
