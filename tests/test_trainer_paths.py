@@ -414,6 +414,30 @@ def test_callbacks_that_write_one_folder_from_all_workers_are_refused(name, monk
         fit_callbacks.prepare_callback(callback, model)
 
 
+def test_a_callback_has_its_own_path_again_when_training_has_ended(monkeypatch, tmp_path):
+    """Another worker than the chief, which is to load what the chief has written."""
+    model = build(1, lambda: [keras.Input((4,)), keras.layers.Dense(1)])
+    monkeypatch.setattr(fit_callbacks.topology, "num_workers", lambda strategy: 2)
+    monkeypatch.setattr(fit_callbacks.topology, "is_chief", lambda strategy: False)
+    given, seen = str(tmp_path / "{epoch}.weights.h5"), []
+    writer = keras.callbacks.ModelCheckpoint(given, save_weights_only=True)
+    during = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: seen.append(writer.filepath)
+    )
+    own = fit_callbacks.OwnPaths()
+    for _ in range(2):
+        calls = keras.callbacks.CallbackList([writer, during, own])
+        own.set_callbacks(calls.callbacks)
+        fit_callbacks.prepare_callback(writer, model)
+        writer.set_model(model)
+        for method in ("on_train_begin", "on_test_begin", "on_test_end"):
+            getattr(calls, method)()
+        during.on_epoch_end(0, {})
+        calls.on_train_end()
+        assert writer.filepath == given
+    assert seen[0] == seen[1] != given
+
+
 def test_files_of_model_checkpoint_do_not_pile_up_where_nobody_reads_them(monkeypatch, tmp_path):
     model = build(1, lambda: [keras.Input((4,)), keras.layers.Dense(1)])
     monkeypatch.setenv(environment.PROGRESS, str(tmp_path / "progress"))
