@@ -386,6 +386,38 @@ def test_a_train_function_of_ones_own_runs_the_step_by_the_strategy():
         trained(3, by_strategy=False)
 
 
+class MeasuresInBranch(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.error = keras.layers.Dense(1), keras.metrics.Mean(name="error")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def test_step(self, data):
+        x, y = data
+        error = tf.reduce_mean(tf.abs(self(x) - y))
+
+        def update():
+            self.error.update_state(error)
+            return 1
+
+        tf.cond(tf.shape(x)[1] > 2, update, lambda: 0)
+        return {"error": self.error.result()}
+
+
+def test_a_test_step_updates_a_metric_in_a_branch():
+    def evaluated(num_replicas):
+        keras.utils.set_random_seed(0)
+        with create_strategy(num_replicas, verify="never").scope():
+            model = MeasuresInBranch()
+            model.compile("sgd")
+        x, y, _ = rows(9)
+        return model.evaluate(x, y, batch_size=4, verbose=0, return_dict=True)
+
+    assert_same(evaluated(1), evaluated(2))
+
+
 def test_the_launcher_learns_of_the_first_step_of_train_on_batch(tmp_path, monkeypatch):
     """It took a failure after hours of such a loop for one before the first step."""
     path = tmp_path / "progress"

@@ -42,7 +42,7 @@ def wrap_step(fn, kind: str, model: keras.Model | None):
         replica_batch.was_padded = was_padded
         if num_global is not None:
             replica_batch.num_global = tf.cast(num_global, tf.float32)
-        if kind == "train":
+        if kind == "train" or kind == "test" and _has_custom_test_step(model):
             # Count here: a collective is not allowed in a branch of the step.
             replica_batch.count_globally()
         if replica_batch.may_be_empty:
@@ -56,6 +56,10 @@ def wrap_step(fn, kind: str, model: keras.Model | None):
             )
 
     return step
+
+
+def _has_custom_test_step(model) -> bool:
+    return model is not None and keras_compat.has_custom_step(model, "test")
 
 
 def _predict(fn, data, replica_batch):
