@@ -129,6 +129,18 @@ def test_weights_of_padding_rows_that_do_not_fit_the_losses_are_told_on_one_devi
         train(1, lambda: keras.Sequential([table]), data, "pad", loss=loss)
 
 
+def test_padded_data_do_not_change_what_weights_a_later_batch_may_have():
+    strategy = create_strategy(1)
+    x, y = np.ones((5, 5, 3), "float32"), np.zeros((5, 5, 2), "float32")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((5, 3)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+    model.predict(tfmulti.distribute_eval((x, y), strategy, 4, remainder="pad"), verbose=0)
+    expected = np.mean(np.square(model(x)))
+    # Keras multiplies along the last axis.
+    np.testing.assert_allclose(model.test_on_batch(x, y, np.ones(5)), expected, rtol=1e-6)
+
+
 @pytest.mark.slow
 def test_several_outputs_with_loss_weights():
     def two():

@@ -170,3 +170,41 @@ def test_rows_that_occur_once_count_once(create, eager):
         return np.concatenate([weight.ravel() for weight in model.get_weights()])
 
     np.testing.assert_allclose(train(3), train(1), rtol=0, atol=1e-6)
+
+
+class Trimmed(layers.Layer):
+    """Reads the positions of the longest of its own rows: replicas have different ones."""
+
+    def __init__(self, counts_down=False):
+        super().__init__()
+        self.positions = layers.Embedding(LENGTH, 1)
+        self.counts_down = counts_down
+
+    def call(self, x):
+        mask = tf.sequence_mask(x[:, 0])
+        positions = tf.range(tf.shape(mask)[1])
+        positions = positions[::-1] if self.counts_down else positions
+        return tf.reduce_sum(self.positions(positions)[:, 0] * tf.cast(mask, tf.float32), axis=1)
+
+
+def train_trimmed(num_replicas, eager=False, **options):
+    # Of each batch the first replica has the longest rows, then the last one.
+    lengths = np.array([6, 5, 2, 1, 1, 2, 2, 1, 3, 1, 4, 5])[:, None]
+    strategy = create_strategy(num_replicas, verify="never")
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,), dtype="int32"), Trimmed(**options)])
+        model.compile(clipped(), "mse", run_eagerly=eager)
+    model.fit(lengths, np.arange(12.0), batch_size=6, shuffle=False, verbose=0)
+    return model.get_weights()[0]
+
+
+@pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_replicas_read_different_numbers_of_positions(eager):
+    one, three = train_trimmed(1, eager), train_trimmed(3, eager)
+    np.testing.assert_allclose(three, one, rtol=0, atol=1e-6)
+
+
+def test_different_numbers_of_positions_must_begin_alike():
+    with pytest.raises(tf.errors.InvalidArgumentError, match="begin alike. Received: others"):
+        train_trimmed(3, counts_down=True)

@@ -465,6 +465,38 @@ def test_a_train_function_of_ones_own_runs_the_step_by_the_strategy():
         trained(3, by_strategy=False)
 
 
+class MeasuresInBranch(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.error = keras.layers.Dense(1), keras.metrics.Mean(name="error")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def test_step(self, data):
+        x, y = data
+        error = tf.reduce_mean(tf.abs(self(x) - y))
+
+        def update():
+            self.error.update_state(error)
+            return 1
+
+        tf.cond(tf.shape(x)[1] > 2, update, lambda: 0)
+        return {"error": self.error.result()}
+
+
+def test_a_test_step_updates_a_metric_in_a_branch():
+    def evaluated(num_replicas):
+        keras.utils.set_random_seed(0)
+        with create_strategy(num_replicas, verify="never").scope():
+            model = MeasuresInBranch()
+            model.compile("sgd")
+        x, y, _ = rows(9)
+        return model.evaluate(x, y, batch_size=4, verbose=0, return_dict=True)
+
+    assert_same(evaluated(1), evaluated(2))
+
+
 def test_the_launcher_learns_of_the_first_step_of_train_on_batch(tmp_path, monkeypatch):
     """It took a failure after hours of such a loop for one before the first step."""
     path = tmp_path / "progress"
@@ -491,6 +523,30 @@ def test_callbacks_that_write_one_folder_from_all_workers_are_refused(name, monk
     monkeypatch.setattr(fit_callbacks.topology, "num_workers", lambda strategy: 2)
     with pytest.raises(ValueError, match=rf"`{name}` supports one worker.* Received: {name}\("):
         fit_callbacks.prepare_callback(callback, model)
+
+
+def test_a_callback_has_its_own_path_again_when_training_has_ended(monkeypatch, tmp_path):
+    """Another worker than the chief, which is to load what the chief has written."""
+    model = build(1, lambda: [keras.Input((4,)), keras.layers.Dense(1)])
+    monkeypatch.setattr(fit_callbacks.topology, "num_workers", lambda strategy: 2)
+    monkeypatch.setattr(fit_callbacks.topology, "is_chief", lambda strategy: False)
+    given, seen = str(tmp_path / "{epoch}.weights.h5"), []
+    writer = keras.callbacks.ModelCheckpoint(given, save_weights_only=True)
+    during = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: seen.append(writer.filepath)
+    )
+    own = fit_callbacks.OwnPaths()
+    for _ in range(2):
+        calls = keras.callbacks.CallbackList([writer, during, own])
+        own.set_callbacks(calls.callbacks)
+        fit_callbacks.prepare_callback(writer, model)
+        writer.set_model(model)
+        for method in ("on_train_begin", "on_test_begin", "on_test_end"):
+            getattr(calls, method)()
+        during.on_epoch_end(0, {})
+        calls.on_train_end()
+        assert writer.filepath == given
+    assert seen[0] == seen[1] != given
 
 
 def test_files_of_model_checkpoint_do_not_pile_up_where_nobody_reads_them(monkeypatch, tmp_path):

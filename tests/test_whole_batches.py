@@ -350,6 +350,47 @@ def test_a_loss_that_fails_with_any_rows_says_so_of_the_rows_it_was_given():
     assert "4096" not in str(caught.value)
 
 
+class Scalars(keras.Model):
+    """Gives the loss one number for all rows, as a label or as a weight."""
+
+    def __init__(self, labels, weight):
+        super().__init__()
+        self.dense, self.labels, self.weight = layers.Dense(2), labels, weight
+        self.dice = keras.losses.Dice()
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        labels = y if self.labels is None else self.labels
+        with tf.GradientTape() as tape:
+            loss = self.dice(labels, tf.sigmoid(self(x)), sample_weight=self.weight)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize(
+    "scalars",
+    [(None, 0.5), pytest.param((1.0, np.float32(0.5)), marks=pytest.mark.slow)],
+    ids=["weight", "label and weight"],
+)
+def test_one_number_for_all_rows_is_not_gathered(scalars):
+    def trained(num_replicas):
+        keras.utils.set_random_seed(0)
+        strategy = create_strategy(num_replicas, verify="never")
+        with strategy.scope():
+            model = Scalars(*scalars)
+            model.compile("sgd")
+        x = np.random.RandomState(0).rand(9, 3).astype("float32")
+        model.fit(x, np.round(x[:, :2]), batch_size=9, verbose=0)
+        return model.get_weights()
+
+    for one, two in zip(trained(1), trained(2), strict=True):
+        np.testing.assert_allclose(two, one, rtol=0, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_without_it_keras_own_dice_is_one_devices_too():
     assert_alike(train(2, 32, loss="dice"), train(1, 32, loss="dice"))

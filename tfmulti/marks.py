@@ -137,3 +137,5 @@ ON_ALL_WORKERS = Mark("on_all_workers", False)
 """Whether a callback must be given on every worker, because it waits for the others."""
 PATH = Mark("path")
 """Where a callback would write, were its worker the chief."""
+FOLDER = Mark("folder")
+"""Where it writes instead, a temporary folder."""

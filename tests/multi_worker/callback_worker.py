@@ -59,7 +59,11 @@ def files(strategy, folder):
         keras.callbacks.TensorBoard(folder / "logs", histogram_freq=1, update_freq="batch"),
     ]
     history = fit(model, callbacks).history
-    return {"history": history, "weights": weights_of(model)}
+    # A program may read on every worker what the chief has written.
+    *savers, table, logs = callbacks
+    paths = [*[each.filepath for each in savers], table.filename, logs.log_dir]
+    kept_here = [float(path.startswith(str(folder))) for path in paths]
+    return {"history": history, "weights": weights_of(model), "kept here": kept_here}
 
 
 def early_stopping(strategy, folder):

@@ -128,8 +128,6 @@ class EpochDataset(tf.data.Dataset):
         self._position = parent._position if parent else Position()
         # Of iterations outside of training: the epochs that a program goes through by itself.
         self._looked_at = parent._looked_at if parent else Position()
-        if plan.remainder == "pad":
-            strategy.marks_padding = True
         self._global = self._global_batches(self._looked_at)
         super().__init__(keras_compat.variant_tensor(self._global))
 
@@ -282,7 +280,6 @@ class EpochDataset(tf.data.Dataset):
         numbers = topology.local_batch_indices(strategy)
         batches = self._replica_batches_of(numbers, log, sampled, self._position)
         distributed = self._pass(batches, strategy, self._position, counted=self.keeps_rows)
-        strategy.marks_padding = self.plan.remainder == "pad"
         sampled.unpack = lambda step: as_user_sees(distributed.peek(step))
         marks.SAMPLE.set(distributed, sampled)
         return distributed

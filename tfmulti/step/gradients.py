@@ -298,6 +298,7 @@ def _reduce_values(grads, kinds, compression, owners) -> list:
     if not grads:
         return []
     # Positions: all replicas have the same rows of the table, so only the values are added.
+    grads = sparse_gradients.with_equal_lengths(grads, kinds)
     at_positions = [kind == sparse_gradients.POSITIONS for kind in kinds]
     sent = [grad.values if same else grad for grad, same in zip(grads, at_positions)]
     dtypes = [grad.dtype for grad in sent]

@@ -69,7 +69,8 @@ def reduce_loss(reduce, values, sample_weight=None, mask=None, reduction="mean",
     """
     if has_whole_batch():
         return reduce(values, sample_weight, mask, reduction, dtype)
-    if getattr(tf.distribute.get_strategy(), "marks_padding", False):
+    current = current_replica_batch()
+    if current is not None and current.was_padded:
         _refuse_weights_of_rows(values, sample_weight)
     loss = reduce(values, sample_weight, mask, reduction, dtype)
     replica_batch = _averaged_batch()

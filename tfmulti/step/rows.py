@@ -268,6 +268,7 @@ class ReplicaBatch:
         num_real: Rows without padding, int32 scalar; an empty replica batch has one dummy row.
         may_be_empty: Whether `num_real` can be 0.
         model: The Keras model of this step, or None.
+        was_padded: Whether the batch had, or could have, padding rows with weights.
         num_global: Rows of all replicas without padding, float32 scalar; None until counted.
         gathers: Decides when layers gather sharded weights, a
             `tfmulti.parallel.prefetch.GatherSchedule`; None until the first gathers.
@@ -279,6 +280,7 @@ class ReplicaBatch:
     num_real: tf.Tensor
     may_be_empty: bool = False
     model: keras.Model | None = None
+    was_padded: bool = False
     num_global: tf.Tensor | None = None
     gathers: object | None = None
     gathered: list[tf.Tensor] = dataclasses.field(default_factory=list)

@@ -6,7 +6,7 @@ There are three kinds of reads:
 - tokens: on one device too, a row occurs as often as the token. The replicas' gradients are
   concatenated.
 - positions: an `Embedding` of `arange(length)` reads the same rows on every replica. The values
-  are added.
+  are added. Where replicas pad their rows to different lengths, the shorter ones get zeros.
 - unique rows, as with sparse inputs (`tf.nn.embedding_lookup_sparse`, `tf.unique`): the replicas'
   gradients are concatenated, and those of equal rows added.
 """
@@ -17,8 +17,9 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfmulti import keras_compat, marks
+from tfmulti import keras_compat, marks, topology
 from tfmulti.step.row_axis import OF_SHAPES
+from tfmulti.step.sums import add_by_dtype
 
 TOKENS, POSITIONS, UNIQUE = "tokens", "positions", "unique"
 _COPIES = ("Cast", "Identity", "Reshape", "SelectV2")
@@ -45,6 +46,55 @@ def add_equal_rows(grad: tf.IndexedSlices) -> tf.IndexedSlices:
     rows, places = tf.unique(grad.indices)
     values = tf.math.unsorted_segment_sum(grad.values, places, tf.size(rows))
     return tf.IndexedSlices(values, rows, grad.dense_shape)
+
+
+def with_equal_lengths(grads, kinds) -> list:
+    """Gives the gradients of positions the number of rows of the replica that has most.
+
+    Only where the graph does not know the number: then it is a collective.
+
+    Args:
+        grads: Gradients that a tape returned.
+        kinds: For each, how the rows of its table were read.
+    """
+    is_eager, made = tf.executing_eagerly(), list(grads)
+    places = [
+        place
+        for place, (grad, kind) in enumerate(zip(grads, kinds))
+        if kind == POSITIONS and (is_eager or grad.indices.shape[0] is None)
+    ]
+    if not places:
+        return made
+    context = tf.distribute.get_replica_context()
+    index = topology.replica_batch_index(context)
+    counts = tf.stack([tf.size(grads[place].indices) for place in places])
+    # The collective adds, so each replica writes to its own column; as float32, for GPUs.
+    one_hot = tf.one_hot(index, context.num_replicas_in_sync)
+    counts = context.all_reduce("SUM", tf.cast(counts, tf.float32)[:, None] * one_hot)
+    longest = tf.unstack(tf.argmax(counts, axis=1, output_type=tf.int32))
+    largest = tf.unstack(tf.cast(tf.reduce_max(counts, axis=1), tf.int32))
+    missing = [most - tf.size(grads[place].indices) for place, most in zip(places, largest)]
+    padded = [tf.pad(grads[place].indices, [[0, more]]) for place, more in zip(places, missing)]
+    sent = [tf.where(index == one, own, 0) for own, one in zip(padded, longest)]
+    for place, more, positions in zip(places, missing, add_by_dtype(sent)):
+        made[place] = _padded(grads[place], more, positions)
+    return made
+
+
+def _padded(grad, missing, positions):
+    """Returns a gradient at all `positions`, which is 0 at those that are missing in it."""
+    check = tf.debugging.assert_equal(
+        grad.indices,
+        positions[: tf.size(grad.indices)],
+        "Where replicas have sequences of different lengths, the positions that a table of "
+        "positions is read at must begin alike. Received: others, as of a range that counts "
+        "down. Count up from a fixed number, or pad all sequences of a batch to one length.",
+    )
+    with tf.control_dependencies([] if check is None else [check]):
+        paddings = tf.pad([[0, missing]], [[0, tf.rank(grad.values) - 1], [0, 0]])
+        values = tf.pad(grad.values, paddings)
+    values = tf.ensure_shape(values, [None, *grad.values.shape[1:]])
+    return tf.IndexedSlices(values, positions, grad.dense_shape)
 
 
 def parts_of(grad) -> list:

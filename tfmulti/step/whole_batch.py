@@ -347,8 +347,22 @@ def _get(where, identifier):
 
 
 def _gather(y_true, y_pred, sample_weight) -> tuple:
-    """Gathers the inputs of a loss or a metric, and the masks of the predictions."""
-    return _with_masks((y_true, y_pred, sample_weight))
+    """Gathers the inputs of a loss or a metric, and the masks of the predictions.
+
+    One number for all rows, as a label or a weight can be, stays as it is.
+    """
+    labels, weights = (None if _is_number(part) else part for part in (y_true, sample_weight))
+    labels, y_pred, weights = _with_masks((labels, y_pred, weights))
+    return (
+        y_true if labels is None else labels,
+        y_pred,
+        sample_weight if weights is None else weights,
+    )
+
+
+def _is_number(part) -> bool:
+    shape = () if isinstance(part, float | int) else getattr(part, "shape", None)
+    return tf.TensorShape(shape).rank == 0
 
 
 def _with_masks(structure):

@@ -32,15 +32,17 @@ def wrap_step(fn, kind: str, model: keras.Model | None):
         num_global = None
         if isinstance(data, rows_lib.Counted):
             data, num_global = data
+        was_padded = isinstance(data, rows_lib.Padded)
         data = rows_lib.without_padding(data)
         replica_batch = _measure(data, model)
         if replica_batch is None:
             if kind == "train":
                 raise rows_lib.missing_rows_error(data)
             return fn(data)
+        replica_batch.was_padded = was_padded
         if num_global is not None:
             replica_batch.num_global = tf.cast(num_global, tf.float32)
-        if kind == "train":
+        if kind == "train" or kind == "test" and _has_custom_test_step(model):
             # Count here: a collective is not allowed in a branch of the step.
             replica_batch.count_globally()
         if replica_batch.may_be_empty:
@@ -54,6 +56,10 @@ def wrap_step(fn, kind: str, model: keras.Model | None):
             )
 
     return step
+
+
+def _has_custom_test_step(model) -> bool:
+    return model is not None and keras_compat.has_custom_step(model, "test")
 
 
 def _predict(fn, data, replica_batch):

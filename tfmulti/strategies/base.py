@@ -44,8 +44,6 @@ class _KerasRepairs:
     repairs_keras = True
     # The chosen strategy, its devices, and the reason, for people to read.
     why = ""
-    # Whether the latest dataset marks padding rows in the sample weights.
-    marks_padding = False
     # Whether to verify a step before its first run: "auto", "always" or "never".
     verify = "auto"
     # What to do where verification finds another result: "replicate" or "error".
@@ -147,7 +145,6 @@ class _KerasRepairs:
         if distribute_to is not None:
             return distribute_to(self)
         feeds.refuse_behind_others(dataset)
-        self.marks_padding = False
         dataset = keras_compat.without_tuning(dataset)
         if self.num_replicas_in_sync == 1:
             return super().experimental_distribute_dataset(dataset, options)

@@ -61,16 +61,58 @@ def prepare_callback(callback: keras.callbacks.Callback, model: keras.Model) -> 
 
 
 def _redirect(callback):
-    """Gives a callback that writes files a temporary folder, once."""
+    """Gives a callback that writes files a temporary folder, always the same one."""
     for kind, name in _PLACES:
-        if not isinstance(callback, kind) or marks.PATH.get(callback) is not None:
+        if not isinstance(callback, kind):
             continue
-        path, folder = str(getattr(callback, name, None)), _temporary_folder()
-        marks.PATH.set(callback, path)
-        setattr(callback, name, str(folder / Path(path).name))
-        if kind is keras.callbacks.ModelCheckpoint:
-            for method in ("on_train_batch_end", "on_epoch_end"):
-                setattr(callback, method, _removing_files(getattr(callback, method), folder))
+        path, folder = Path(str(getattr(callback, name, None))), marks.FOLDER.get(callback)
+        if folder is None:
+            folder = _temporary_folder()
+            marks.FOLDER.set(callback, folder)
+            if kind is keras.callbacks.ModelCheckpoint:
+                for method in ("on_train_batch_end", "on_epoch_end"):
+                    setattr(callback, method, _removing_files(getattr(callback, method), folder))
+        if path.parent != folder:
+            marks.PATH.set(callback, getattr(callback, name))
+            setattr(callback, name, str(folder / path.name))
+
+
+def _put_back(callback):
+    """Gives a callback that `_redirect` has changed the path that the user gave it."""
+    for kind, name in _PLACES:
+        folder = marks.FOLDER.get(callback) if isinstance(callback, kind) else None
+        if folder is not None and Path(getattr(callback, name)).parent == folder:
+            setattr(callback, name, marks.PATH.get(callback))
+
+
+class OwnPaths(keras.callbacks.Callback):
+    """Puts back the paths of callbacks when a call ends: a program may load what was written."""
+
+    def __init__(self):
+        super().__init__()
+        self._callbacks, self._in_training = [], False
+
+    def set_callbacks(self, callbacks):
+        """Takes the list of all callbacks of the call."""
+        self._callbacks = callbacks
+
+    def on_train_begin(self, logs=None):
+        """Notes that evaluations within `fit` do not end the call."""
+        self._in_training = True
+
+    def on_train_end(self, logs=None):
+        """Puts back the paths."""
+        for callback in self._callbacks:
+            _put_back(callback)
+
+    def on_test_end(self, logs=None):
+        """Puts back the paths, unless this is a validation."""
+        if not self._in_training:
+            self.on_train_end()
+
+    def on_predict_end(self, logs=None):
+        """Does the same."""
+        self.on_test_end()
 
 
 class GatherState(keras.callbacks.Callback):
@@ -125,7 +167,7 @@ def callbacks_for(model: keras.Model) -> tuple[list[keras.callbacks.Callback], .
     gathers = [GatherState()] if topology.num_workers(strategy) > 1 else []
     # After the user's, of which one may change the step when an epoch begins.
     again = [VerifyAgain()] if keras_compat.is_ours(strategy) else []
-    same = [SameOnAllWorkers()] if topology.num_workers(strategy) > 1 else []
+    same = [SameOnAllWorkers(), OwnPaths()] if topology.num_workers(strategy) > 1 else []
     return [ReleaseGuard(), *first_step, *gathers], [*same, *again]
 
 

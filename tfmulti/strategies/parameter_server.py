@@ -65,7 +65,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     """
 
     has_parameter_servers = True
-    marks_padding = False
     why = ""
     verify = "never"
     start_timeout_s, heartbeat_timeout_s = DEFAULT_TIMEOUT_S, DEFAULT_HEARTBEAT_TIMEOUT_S
