@@ -14,7 +14,6 @@ import queue
 import secrets
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -88,7 +87,7 @@ class Job:
         self,
         config: LaunchConfig,
         command: Sequence[str],
-        print_fn: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+        print_fn: Callable[[str], None] = command_line.print_error,
         *,
         print_note: Callable[[str], None] | None = None,
         create_log: Callable[..., Log] = Log,
