@@ -27,7 +27,7 @@ from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.case import TRAIN, Case, Feed
 from tfmulti.verification.custom_parts import has_stock_step, num_micro_batches
 from tfmulti.verification.notices import announced, quiet_tensorflow
-from tfmulti.verification.python_values import Containers, Numbers, restored
+from tfmulti.verification.python_values import Containers, Numbers, attributes_of, restored
 from tfmulti.verification.runs import Distributed
 from tfmulti.verification.verdict import ELSEWHERE, Verdict, find_out, look_again
 from tfmulti.verification.verdict import Workers as Workers
@@ -51,6 +51,7 @@ def verify_once(
     """
     strategy = model.distribute_strategy
     if not _is_wanted(strategy, model, kind, feed):
+        _note_attributes(model, kind)
         return
     drawn = feed.peek()
     batch = keras_compat.gather_local(strategy, drawn)
@@ -74,6 +75,7 @@ def verify_once(
     if kind == TRAIN:
         on_any = workers.any(strategy, bool(found.settings))
         marks.SETTINGS.set(model, found.settings if on_any else None)
+    _note_attributes(model, kind)
     verified.note_any_size(case, form)
     seconds = time.perf_counter() - begin
     strategy.seconds_verified += seconds
@@ -90,6 +92,12 @@ def verify_once(
     _warn_of_findings(case, found, whole)
     if error is not None:
         raise error
+
+
+def _note_attributes(model, kind):
+    if kind == TRAIN:
+        several = model.distribute_strategy.num_replicas_in_sync > 1
+        marks.ATTRIBUTES.set(model, attributes_of(model) if several else None)
 
 
 def may_be_verified(model: keras.Model, kind: str) -> bool:
