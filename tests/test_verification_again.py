@@ -307,6 +307,20 @@ def test_a_step_that_stays_is_verified_once(run_eagerly, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_verification_that_ctrl_c_has_ended_is_made_again(monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    model = compiled(2)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(verification, "find_out", interrupted)
+        fit(model)
+    assert model.distribute_strategy.seconds_verified == 0
+    fit(model)
+    assert model.distribute_strategy.seconds_verified > 0
+
+
+@pytest.mark.slow
 def test_the_traces_of_the_comparison_are_let_go():
     def kept_graphs(verify):
         gc.collect()
