@@ -98,9 +98,11 @@ def test_means_are_weighed_by_time_and_begin_anew():
 
 
 def test_a_reader_that_fails_is_left_out():
-    sampler = hardware.Sampler([Broken({}), Reader({"a": 1.0})], 1.0)
+    broken, reader = Broken({}), Reader({"a": 1.0})
+    sampler = hardware.Sampler([broken, reader], 1.0)
     assert sampler.take() == sampler.take() == {"a": 1.0}
     assert sampler.failures == ["Broken: OSError: the device has gone"]
+    assert broken.closed and not reader.closed
 
 
 class Waking(Reader):

@@ -514,10 +514,20 @@ def test_who_reads_may_go(launch):
     assert launched.process.wait(60) == 0
 
 
+def test_a_job_is_restarted_also_where_nobody_reads_what_the_launcher_says():
+    code = "sys.exit(0 if restarts else 9)"
+    command = [sys.executable, "-m", "tfmulti.launch", "--num_workers=1", "--max_restarts=1", "--"]
+    reads, writes = os.pipe()
+    os.close(reads)
+    ended = subprocess.run([*command, *worker(code)], stderr=writes, timeout=60)
+    os.close(writes)
+    assert ended.returncode == 0
+
+
 def test_a_command_that_is_not_there(tmp_path):
-    config = LaunchConfig(num_workers=2, log_dir=str(tmp_path))
-    told = []
-    assert job.Job(config, ["no-such-program"], told.append).run() == 127
+    config = LaunchConfig(num_workers=2, log_dir=str(tmp_path), max_restarts=3)
+    told, started = [], job.Job(config, ["no-such-program"], lambda line: told.append(line))
+    assert started.run() == 127 and started.restarts == 0
     assert "Received: no-such-program: No such file or directory." in "\n".join(told)
 
 

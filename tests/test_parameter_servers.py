@@ -867,6 +867,25 @@ def test_servers_are_part_of_the_cluster_where_they_are_allowed():
         resolve_cluster(config, check_network=False)
 
 
+@pytest.mark.parametrize(
+    ("kinds", "kind", "words"),
+    [
+        (("chief", "worker"), "ps", "must be a type that `TF_CONFIG"),
+        (("chief", "ps", "evaluator"), "evaluator", 'must be "chief", "worker" or "ps": Param'),
+        (
+            ("worker", "pss"),
+            "worker",
+            '"chief", "worker", "evaluator" and "ps".*Did you mean.*"ps"',
+        ),
+    ],
+)
+def test_mistakes_in_a_cluster_of_servers_are_told_with_its_types(kinds, kind, words):
+    config = {"cluster": spec(*kinds), "task": {"type": kind, "index": 0}}
+    with pytest.raises(ClusterError, match=words) as caught:
+        resolve_cluster(config, servers=True, check_network=False)
+    assert "MultiWorkerMirrored" not in str(caught.value)
+
+
 def test_a_folder_has_files_of_servers_too(tmp_path):
     for kind in ("chief", "worker", "ps"):
         config = {"cluster": spec("chief", "worker", "ps"), "task": {"type": kind, "index": 0}}

@@ -393,6 +393,12 @@ def test_a_job_that_another_mpi_has_started_is_refused_in_each_of_its_processes(
         mpi.find_in_mpi.__wrapped__()
 
 
+def test_one_process_of_mpi_alone_needs_no_mpi4py(monkeypatch):
+    monkeypatch.setattr(mpi, "find_in_mpi", None)
+    cluster = schedulers.find_cluster({"PMI_SIZE": "1"}, may_start_mpi=True)
+    assert (len(cluster.spec["worker"]), cluster.source) == (1, "MPI")
+
+
 def test_the_processes_of_mpi_have_no_roles():
     with pytest.raises(ClusterError, match="not of MPI.*Received: 1 servers, 4 processes"):
         schedulers.find_cluster({"PMI_SIZE": "4", "TFMULTI_NUM_PS": "1"}, may_start_mpi=True)

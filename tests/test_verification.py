@@ -1,5 +1,6 @@
 """A step is verified on the user's own code: no false alarm, and nothing is left behind."""
 
+import functools
 import re
 import warnings
 
@@ -223,6 +224,57 @@ def test_layers_that_run_code_of_others_are_no_stock_parts(tmp_path):
     keras.Sequential([keras.Input((4,)), layers.Dense(2)]).export(tmp_path, verbose=False)
     model = keras.Sequential([keras.Input((4,)), layers.TFSMLayer(tmp_path)])
     assert not custom_parts.has_stock_step(model, "predict")
+
+
+def wrapping(function, original):
+    """What a decorator returns: it has the name and the module of what it wraps."""
+    return functools.wraps(original)(lambda *args: function(*args))
+
+
+def with_own_loss(model):
+    model.compile(loss=wrapping(cases.root_of_mean, keras.losses.mean_squared_error))
+    model.test_on_batch(*cases.rows())
+
+
+def with_own_metric(model):
+    model.compile(loss="mse", metrics=[wrapping(squares, keras.losses.mean_squared_error)])
+    model.test_on_batch(*cases.rows())
+
+
+def with_own_step(model):
+    model.train_step = wrapping(lambda data: {}, model.train_step)
+
+
+def with_own_activation(model):
+    model.layers[0].activation = wrapping(lambda x: x - x[:1], keras.activations.relu)
+
+
+def with_function_of_keras(model):
+    model.add(layers.Lambda(keras.ops.normalize, arguments={"axis": 0}))
+
+
+def with_loaded_lambda(model):
+    saved = layers.Lambda(lambda x: x - x[:1]).get_config()
+    model.add(layers.Lambda.from_config(saved, safe_mode=False))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_own_loss,
+        with_own_metric,
+        with_own_step,
+        with_own_activation,
+        with_function_of_keras,
+        with_loaded_lambda,
+    ],
+)
+def test_functions_with_the_module_of_keras_are_no_stock_parts(change):
+    model = dense()
+    change(model)
+    [part] = custom_parts.find_custom_parts(model, "train")
+    assert not custom_parts.has_stock_step(model, "train")
+    assert ("test_verification.py:" in part.where) == (change is not with_function_of_keras)
 
 
 def state_of(model):

@@ -11,7 +11,7 @@ import tensorflow as tf
 import verification_later as later
 from replicas import create_strategy
 
-from tfmulti import verification
+from tfmulti import marks, verification
 from tfmulti.verification.compared_numbers import find_compared_numbers
 
 ROWS, LABELS = later.sorted_classes()
@@ -268,15 +268,67 @@ def test_a_step_that_changes_between_two_fits_is_verified(make):
         fit(model)
 
 
+class SecondStageAtOnce(keras.callbacks.Callback):
+    def on_train_begin(self, logs=None):
+        self.model.stage = 2
+
+
 @pytest.mark.slow
-def test_a_step_that_stays_is_verified_once(monkeypatch):
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_an_attribute_that_is_set_before_the_first_step_is_noticed(run_eagerly):
+    model = compiled(3, on_difference="error", run_eagerly=run_eagerly)
+    with pytest.raises(ValueError, match="it was exact before it was changed"):
+        fit(model, callbacks=[SecondStageAtOnce()])
+    assert model.optimizer.iterations == 0
+
+
+@pytest.mark.slow
+def test_an_attribute_that_an_eager_step_reads_may_be_set_between_two_fits():
+    model = compiled(3, on_difference="error", run_eagerly=True)
+    fit(model)
+    model.stage = 2
+    with pytest.raises(ValueError, match="it was exact before it was changed"):
+        fit(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_step_that_stays_is_verified_once(run_eagerly, monkeypatch):
     verified, find_out = [], verification.find_out
     monkeypatch.setattr(verification, "find_out", lambda *a: verified.append(a) or find_out(*a))
-    model = compiled(3)
+    model = compiled(2, run_eagerly=run_eagerly)
     fit(model, epochs=2)
     number = len(verified)
+    assert [case.kind for case, _ in verified].count("train") == 1
+    model.predict(ROWS[:8], verbose=0)
+    number += 1
     fit(model, epochs=2, callbacks=[keras.callbacks.TerminateOnNaN()])
     assert len(verified) == number > 0
+
+
+@pytest.mark.slow
+def test_a_verification_that_ctrl_c_has_ended_is_made_again(monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    model = compiled(2)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(verification, "find_out", interrupted)
+        fit(model)
+    assert model.distribute_strategy.seconds_verified == 0
+    fit(model)
+    assert model.distribute_strategy.seconds_verified > 0
+
+
+@pytest.mark.slow
+def test_the_copies_of_the_state_are_let_go():
+    model = compiled(2)
+    # One step: a spot check would let go of them, too.
+    model.evaluate(ROWS[:8], LABELS[:8], batch_size=8, verbose=0)
+    model.predict(ROWS[:8], batch_size=8, verbose=0)
+    checked = marks.CHECKED.get(model)
+    assert checked["predict"] is None
+    assert checked["test"].trial._original is checked["test"].trial._at_begin is None
 
 
 @pytest.mark.slow

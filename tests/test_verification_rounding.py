@@ -8,6 +8,7 @@ import pytest
 from replicas import create_strategy
 
 from tfmulti.verification import comparison
+from tfmulti.verification.differences import same_bits
 from tfmulti.verification.state import OPTIMIZER, TRAINABLE, Part
 
 NAMES = ("scale", "adam/scale_momentum", "adam/scale_velocity")
@@ -78,3 +79,9 @@ def test_a_deep_network_with_batch_normalization_is_not_refused():
     y = keras.utils.to_categorical(np.random.randint(0, 4, 32), 4)
     model.fit(x, y, batch_size=16, verbose=0)
     assert strategy.seconds_verified > 0
+
+
+def test_texts_are_the_same_by_their_letters():
+    texts, others = (np.array([bytes([99, 97, last])], object) for last in (116, 98))
+    assert same_bits(texts, np.array([bytes([99, 97, 116])], object))
+    assert not same_bits(texts, others)

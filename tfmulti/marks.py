@@ -67,6 +67,10 @@ SETTINGS = Mark("settings")
 """Handles and values of small variables that its `train_step` reads, and a callback may change.
 
 None if it reads none on any worker; one that holds other weights than the others may have none."""
+ATTRIBUTES = Mark("attributes")
+"""What it and its objects held when its `train_step` was verified, or was found not to need it.
+
+None once the step has been traced: a later change has no effect on it."""
 FEED = Mark("feed")
 """While `fit` runs, the description of its data, `verification.case.Feed`."""
 TRAINS_FROM = Mark("trains_from")

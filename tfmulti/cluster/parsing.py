@@ -138,7 +138,7 @@ def _parse_spec(value: object, allowed: tuple[str, ...], fail: Fail) -> dict[str
     _check_object(value, field, advice, fail)
     for task_type in value:
         if task_type not in allowed:
-            raise _spec_type_error(task_type, f"{field}[{show(task_type)}]", fail)
+            raise _spec_type_error(task_type, f"{field}[{show(task_type)}]", allowed, fail)
     if not any(task_type in value for task_type in TRAINING_TYPES):
         rule = 'must have a "worker" or a "chief" task'
         raise fail(field, rule, received=show(value), advice=advice)
@@ -158,7 +158,9 @@ def _parse_spec(value: object, allowed: tuple[str, ...], fail: Fail) -> dict[str
     return spec
 
 
-def _spec_type_error(task_type: object, field: str, fail: Fail) -> ClusterError:
+def _spec_type_error(
+    task_type: object, field: str, allowed: tuple[str, ...], fail: Fail
+) -> ClusterError:
     if task_type == SERVER_TYPE:
         rule = "must not be given: multi_worker trains without parameter servers"
         advice = (
@@ -169,9 +171,14 @@ def _spec_type_error(task_type: object, field: str, fail: Fail) -> ClusterError:
         rule = "is an old name that TensorFlow 2 does not train with"
         advice = 'Write "chief" in its place, in `cluster` and in `task`.'
     else:
-        rule = 'is an unknown task type; the types are "chief", "worker" and "evaluator"'
-        advice = f'{suggest(task_type, TASK_TYPES)}Write "worker" for a task that trains.'
+        rule = f"is an unknown task type; the types are {_listed(allowed, 'and')}"
+        advice = f'{suggest(task_type, allowed)}Write "worker" for a task that trains.'
     return fail(field, rule, received=show(task_type), advice=advice)
+
+
+def _listed(names: tuple[str, ...], word: str) -> str:
+    *others, last = (f'"{name}"' for name in names)
+    return f"{', '.join(others)} {word} {last}"
 
 
 def _parse_addresses(
@@ -227,14 +234,17 @@ def _check_task_type(
     if task_type in mine:
         return
     advice = f"Write one of those that the cluster has: {show(mine)}."
-    if task_type in ("ps", "evaluator"):
-        rule = 'must be "chief" or "worker": MultiWorkerMirroredStrategy trains on these alone'
-    elif task_type in TRAINING_TYPES:
+    types = _listed(trains, "or")
+    if task_type in (SERVER_TYPE, "evaluator") and task_type not in trains:
+        has_servers = SERVER_TYPE in trains
+        strategy = "ParameterServer" if has_servers else "MultiWorkerMirrored"
+        rule = f"must be {types}: {strategy}Strategy trains on these alone"
+    elif task_type in trains:
         rule = 'must be a type that `TF_CONFIG["cluster"]` has'
         advice += f' Or add the address of this task under "{task_type}".'
     elif task_type == "master":
         rule, advice = "is an old name that TensorFlow 2 does not train with", 'Write "chief".'
     else:
-        rule = 'must be "chief" or "worker"'
-        advice = f"{suggest(task_type, TRAINING_TYPES)}{advice}"
+        rule = f"must be {types}"
+        advice = f"{suggest(task_type, trains)}{advice}"
     raise fail(field, rule, received=show(task_type), advice=advice)

@@ -228,6 +228,9 @@ def find_cluster(
                 advice="Use python -m tfmulti.launch --num_ps on one machine; on several give each"
                 " task its TF_CONFIG.",
             )
+        if mpi.size_in_environment(environ) == 1:
+            # One process exchanges nothing: it needs no mpi4py.
+            return scheduler_variables.single_worker(mpi.SOURCE)
         return mpi.find_in_mpi()
     for scheduler in SCHEDULERS:
         cluster = scheduler.find(environ, servers)

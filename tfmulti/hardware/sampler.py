@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
@@ -159,6 +160,8 @@ class Sampler:
                 # Training goes on without it.
                 self._readers.remove(reader)
                 self.failures.append(f"{type(reader).__name__}: {type(error).__name__}: {error}")
+                with contextlib.suppress(Exception):
+                    reader.close()
 
     def take(self) -> dict[str, float]:
         """Reads once, and returns the means since the last call."""

@@ -11,7 +11,7 @@ the tested versions, `table.READ` and `table.ATTRIBUTES` the private names that 
 from tfmulti.keras_compat.accessors import (
     HAS_AVERAGES, WithLogits, activated, activation_of, adopt_optimizer, all_layers, all_metrics,
     averages_and_sums, axes_of, build_model, call_counter, calls_python,
-    compiled_losses, exclude_parts, inner_optimizer, is_batched, is_from_python, is_stock,
+    compiled_losses, exclude_parts, inner_optimizer, is_batched, is_from_python,
     keep_on_each_replica, reads_by_python,
     local_statistics, loss_of, mask_of, masked_weights, metric_variables, noted_logits,
     output_loss_trackers,
@@ -67,6 +67,7 @@ from tfmulti.keras_compat.replaced_steps import (
     is_update_step, noting_assigned, num_steps, strategy_of, track_variable, update_by,
     variable_index,
 )
+from tfmulti.keras_compat.stock import is_stock, users_function
 from tfmulti.keras_compat.streams import find_changing_order, made_of, source_tensors
 from tfmulti.keras_compat.table import TABLE, check_versions, install, installed_versions
 from tfmulti.keras_compat.tracing import (

@@ -15,6 +15,7 @@ from tensorflow.python.data.ops import dataset_ops
 
 from tfmulti import marks
 from tfmulti.keras_compat.reference import operations_of
+from tfmulti.keras_compat.stock import is_stock
 
 _STEP_KINDS = {"train_step": "train", "test_step": "test"}
 HAS_AVERAGES = "_ema_weights_in_model"
@@ -169,12 +170,6 @@ def own_losses(model: keras.Model) -> list[keras.losses.Loss]:
     compiled = getattr(model, "_compile_loss", None)
     held = [value for value in vars(model).values() if isinstance(value, keras.losses.Loss)]
     return [loss for loss in held if loss is not compiled]
-
-
-def is_stock(thing) -> bool:
-    """Whether a class, a function or an object is Keras's own."""
-    kind = thing if hasattr(thing, "__module__") else type(thing)
-    return str(kind.__module__).startswith("keras.")
 
 
 def axes_of(part) -> list:

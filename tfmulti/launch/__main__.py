@@ -28,19 +28,18 @@ def main(argv: list[str] | None = None) -> int:
     if code is not None:
         return code
     if not command:
-        print(
-            f"error: The command to run must follow after `--`. Received: no command. {_EXAMPLE}",
-            file=sys.stderr,
+        command_line.print_error(
+            f"error: The command to run must follow after `--`. Received: no command. {_EXAMPLE}"
         )
         return command_line.BAD_USAGE
     try:
         config = command_line.read_settings(LaunchConfig, values)
         return Job(config, command).run()
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        command_line.print_error(f"error: {error}")
         return command_line.BAD_USAGE
     except OSError as error:
-        print(f"error: {errors.short_message(error)}", file=sys.stderr)
+        command_line.print_error(f"error: {errors.short_message(error)}")
         return command_line.ERROR
 
 

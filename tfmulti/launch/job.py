@@ -14,7 +14,6 @@ import queue
 import secrets
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -47,8 +46,9 @@ _POLL_S = 0.05
 _LONGEST_DELAY_S = 30.0
 # Signals within so many seconds are one request: systemd and logind send more than one.
 _SAME_REQUEST_S = 1.0
-# Errors of the program or the user: a restart would not help.
-_PERMANENT = (command_line.ERROR, command_line.BAD_USAGE)
+# Errors of the program or the user, and a command that cannot be run or does not exist: a restart
+# would not help.
+_PERMANENT = (command_line.ERROR, command_line.BAD_USAGE, 126, 127)
 # The index of the chief, where there are parameter servers.
 _CHIEF = 0
 
@@ -88,7 +88,7 @@ class Job:
         self,
         config: LaunchConfig,
         command: Sequence[str],
-        print_fn: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+        print_fn: Callable[[str], None] = command_line.print_error,
         *,
         print_note: Callable[[str], None] | None = None,
         create_log: Callable[..., Log] = Log,

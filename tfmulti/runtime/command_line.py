@@ -32,6 +32,15 @@ _KINDS = {
 }
 
 
+def print_error(text: str) -> None:
+    """Prints to standard error; nothing where the terminal, or the reader of the pipe, has gone."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        # What is left in its buffer would make Python end with another exit code.
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
 def define_flags(settings: type) -> flags.FlagValues:
     """Returns one flag for each field of a dataclass, made by `settings.setting`."""
     values = flags.FlagValues()

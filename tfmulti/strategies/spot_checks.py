@@ -179,6 +179,8 @@ def watched(model: keras.Model, kind: str, make: Callable) -> Callable:
             logs = _verify_and_run(model, kind, make, iterator)
         else:
             logs = function(iterator)
+        if kind == TRAIN and not _runs_eagerly(model):
+            marks.ATTRIBUTES.set(model, None)
         samples = marks.SAMPLES.get(model).get(kind)
         case = marks.CHECKED.get(model).get(kind)
         if samples is None or case is None:
@@ -285,25 +287,25 @@ def _verify_within_fit(model):
 class VerifyAgain(keras.callbacks.Callback):
     """Verifies a step again where a callback has changed what it reads, as the phase of training.
 
-    That is a small variable which the step does not change itself, or with `run_eagerly=True` an
-    attribute of the model or of an object that it holds.
+    That is a small variable which the step does not change itself, or an attribute of the model or
+    of an object that it holds: with `run_eagerly=True` at any time, else before the step is traced.
     """
 
     def __init__(self):
         super().__init__()
-        self._attributes: dict | None = None
-        self._changes = 0
+        self._is_first, self._changes = True, 0
 
     def on_train_begin(self, logs=None):
-        """Notes the attributes that an eager step was verified with."""
+        """Notes that the step's function is the one that was verified."""
         verified.take_function(self.model, TRAIN)
-        if self.model.run_eagerly or tf.config.functions_run_eagerly():
-            self._attributes = attributes_of(self.model)
+        self._is_first = True
 
     def on_epoch_begin(self, epoch, logs=None):
         """Compares the values; a collective of all workers, where a step has such values."""
-        settings = marks.SETTINGS.get(self.model)
-        nothing = self._attributes is None and settings is None
+        # A step can have been verified in an earlier call, before an attribute was set.
+        reads_attributes = self._is_first or _runs_eagerly(self.model)
+        nothing = not reads_attributes and marks.SETTINGS.get(self.model) is None
+        self._is_first = False
         if marks.FEED.get(self.model) is None or nothing:
             return
         # All workers must take part, also one whose model is not changed.
@@ -315,8 +317,8 @@ class VerifyAgain(keras.callbacks.Callback):
             verified.forget(self.model, TRAIN)
             _verify_within_fit(self.model)
             self.model.make_train_function()
-        if self._attributes is not None:
-            self._attributes = attributes_of(self.model)
+        if _runs_eagerly(self.model):
+            marks.ATTRIBUTES.set(self.model, attributes_of(self.model))
 
     def on_train_end(self, logs=None):
         """Lets go of the data."""
@@ -326,6 +328,10 @@ class VerifyAgain(keras.callbacks.Callback):
     def _has_changed(self) -> bool:
         settings = marks.SETTINGS.get(self.model) or ()
         values = [(keras_compat.read_handle(handle), value) for handle, value in settings]
-        by_variable = any(not same_bits(now, then) for now, then in values)
-        is_eager = self._attributes is not None
-        return by_variable or (is_eager and self._attributes != attributes_of(self.model))
+        attributes = marks.ATTRIBUTES.get(self.model)
+        by_attribute = attributes is not None and attributes != attributes_of(self.model)
+        return by_attribute or any(not same_bits(now, then) for now, then in values)
+
+
+def _runs_eagerly(model):
+    return model.run_eagerly or tf.config.functions_run_eagerly()

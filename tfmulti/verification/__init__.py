@@ -24,10 +24,10 @@ from tfmulti.step import local_steps, model_contents, parameters, replicated
 from tfmulti.step.rows import parts_of
 from tfmulti.verification import messages, verified
 from tfmulti.verification import rows as rows_lib
-from tfmulti.verification.case import TRAIN, Case, Feed
+from tfmulti.verification.case import PREDICT, TRAIN, Case, Feed
 from tfmulti.verification.custom_parts import has_stock_step, num_micro_batches
 from tfmulti.verification.notices import announced, quiet_tensorflow
-from tfmulti.verification.python_values import Containers, Numbers, restored
+from tfmulti.verification.python_values import Containers, Numbers, attributes_of, restored
 from tfmulti.verification.runs import Distributed
 from tfmulti.verification.verdict import ELSEWHERE, Verdict, find_out, look_again
 from tfmulti.verification.verdict import Workers as Workers
@@ -51,6 +51,7 @@ def verify_once(
     """
     strategy = model.distribute_strategy
     if not _is_wanted(strategy, model, kind, feed):
+        _note_attributes(model, kind)
         return
     drawn = feed.peek()
     batch = keras_compat.gather_local(strategy, drawn)
@@ -64,6 +65,16 @@ def verify_once(
     form = verified.note(case, functools.partial(workers.any, strategy))
     if form is None:
         return
+    try:
+        _verify(case, drawn, workers, early, form)
+    except BaseException:
+        # Also after Ctrl-C another attempt shall verify again.
+        verified.withdraw(model, form)
+        raise
+
+
+def _verify(case, drawn, workers, early, form):
+    model, kind, strategy = case.model, case.kind, case.strategy
     _choose_rows(case, drawn, workers, early)
     begin = time.perf_counter()
     # A step that runs eagerly fills its lists in each run.
@@ -74,22 +85,34 @@ def verify_once(
     if kind == TRAIN:
         on_any = workers.any(strategy, bool(found.settings))
         marks.SETTINGS.set(model, found.settings if on_any else None)
+    _note_attributes(model, kind)
     verified.note_any_size(case, form)
     seconds = time.perf_counter() - begin
     strategy.seconds_verified += seconds
     case.seconds = seconds
-    checked = case if found.error is None and case.trial is not None else None
+    # Predictions get no spot checks.
+    keeps = kind != PREDICT and found.error is None and case.trial is not None
+    checked = case if keeps else None
+    if keeps:
+        # It holds copies of the state, which are read anew for each spot check.
+        case.trial.begin_again()
     marks.CHECKED.set(model, {**marks.CHECKED.get(model), kind: checked})
     logging.info("Verified %s_step in %.2f s.", kind, seconds)
     unknown = whole is None and bool(found.reason)
-    if error is not None or (unknown and early):
+    if unknown and early:
         # Another attempt shall verify again.
         verified.withdraw(model, form)
-    elif unknown:
+    elif unknown and error is None:
         _warn(kind, found.reason)
     _warn_of_findings(case, found, whole)
     if error is not None:
         raise error
+
+
+def _note_attributes(model, kind):
+    if kind == TRAIN:
+        several = model.distribute_strategy.num_replicas_in_sync > 1
+        marks.ATTRIBUTES.set(model, attributes_of(model) if several else None)
 
 
 def may_be_verified(model: keras.Model, kind: str) -> bool:

@@ -96,7 +96,7 @@ def find_custom_parts(model: keras.Model, kind: str) -> list[CustomPart]:
 
 def where_is(thing) -> str:
     """Returns the file and line where a class or a function is defined, or ""."""
-    thing = inspect.unwrap(thing) if callable(thing) else thing
+    thing = keras_compat.users_function(thing) if callable(thing) else thing
     if not isinstance(thing, (type, types.FunctionType, types.MethodType)):
         thing = type(thing)
     try:
@@ -115,14 +115,12 @@ def _of(kind, thing, name=None, holder=None) -> CustomPart:
 def _method(model, name):
     """Returns a method if it is not Keras's own, else None."""
     method = getattr(model, name, None)
-    function = inspect.unwrap(getattr(method, "__func__", method)) if method else None
-    return method if function is not None and _is_custom(function) else None
+    return method if method is not None and _is_custom(method) else None
 
 
 def _is_custom(thing) -> bool:
     named = thing if hasattr(thing, "__qualname__") else type(thing)
-    is_stock = str(getattr(named, "__module__", "")).startswith(("keras.", "tfmulti."))
-    return not is_stock or named.__qualname__ in _FOREIGN
+    return not keras_compat.is_stock(thing, "tfmulti") or named.__qualname__ in _FOREIGN
 
 
 def _inner(thing):
@@ -142,7 +140,9 @@ def _custom_functions(layer) -> list:
     names = ("activation", "function", "activity_regularizer", "kernel_regularizer")
     names += ("bias_regularizer", "kernel_constraint", "recurrent_activation")
     held = [getattr(layer, name, None) for name in names]
-    return [thing for thing in held if callable(thing) and _is_custom(thing)]
+    # Keras's functions too may combine rows, with some arguments or with any.
+    is_any = isinstance(layer, keras.layers.Lambda)
+    return [thing for thing in held if callable(thing) and (is_any or _is_custom(thing))]
 
 
 def _may_penalize_otherwise(layer) -> bool:

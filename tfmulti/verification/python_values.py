@@ -18,6 +18,11 @@ from tfmulti.verification.own_names import is_own, is_users
 
 # Keys of dicts that are not looked at, and what tfmulti sets.
 _PRIVATE = ("_", marks.PREFIX)
+# Keras sets these itself.
+_OF_KERAS = ("built", "stop_evaluating", "stop_predicting", "stop_training")
+_MADE_BY_KERAS = ("history", "train_function", "test_function", "predict_function")
+# Classes of what it keeps for a call of a method, or as lists of variables.
+_OF_CALLS = ("History", "TFEpochIterator", "Tracker")
 # How deep parts of a model are looked for.
 _DEPTH = 8
 
@@ -44,14 +49,20 @@ def _held_by(thing) -> list:
         return list(enumerate(thing))
     if isinstance(thing, (keras.Variable, tf.Variable, tf.Tensor, np.ndarray, str, type)):
         return []
-    if isinstance(thing, (tf.distribute.Strategy, tf.data.Dataset)) or not _may_hold(thing):
+    if isinstance(thing, tf.data.Dataset) or not _may_hold(thing):
         return []
-    return [(name, part) for name, part in vars(thing).items() if not _is_tracker(part)]
+    return [
+        (name, part)
+        for name, part in vars(thing).items()
+        if not (name.startswith(marks.PREFIX) or name in _MADE_BY_KERAS or _is_of_call(part))
+    ]
 
 
-def _is_tracker(thing) -> bool:
-    """Whether it is Keras's list of the variables that an object has created."""
-    return type(thing).__name__ == "Tracker" and type(thing).__module__.startswith("keras.")
+def _is_of_call(thing) -> bool:
+    """Whether it is of what Keras keeps for itself, or a strategy."""
+    kind = type(thing)
+    of_keras = kind.__name__ in _OF_CALLS and kind.__module__.startswith("keras.")
+    return of_keras or isinstance(thing, tf.distribute.Strategy)
 
 
 def _may_hold(thing) -> bool:
@@ -63,9 +74,6 @@ def _may_hold(thing) -> bool:
 
 
 _NUMBERS = (bool, int, float, np.number)
-# Keras sets these itself.
-_OF_KERAS = ("built", "stop_training")
-_MADE_BY_KERAS = ("history", "train_function", "test_function", "predict_function")
 
 
 # An array with more numbers is data rather than state.
