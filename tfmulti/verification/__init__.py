@@ -20,7 +20,7 @@ from absl import logging
 
 from tfmulti import keras_compat, marks, topology
 from tfmulti.choices import REPLICATE
-from tfmulti.step import local_steps, model_contents, parameters, replicated
+from tfmulti.step import accumulation, local_steps, model_contents, parameters, replicated
 from tfmulti.step.rows import parts_of
 from tfmulti.verification import messages, verified
 from tfmulti.verification import rows as rows_lib
@@ -75,6 +75,8 @@ def verify_once(
 
 def _verify(case, drawn, workers, early, form):
     model, kind, strategy = case.model, case.kind, case.strategy
+    # Amid an accumulation, as in a validation, replicas hold sums of their own; one device has one.
+    accumulation.settle_compiled(model)
     _choose_rows(case, drawn, workers, early)
     begin = time.perf_counter()
     # A step that runs eagerly fills its lists in each run.
