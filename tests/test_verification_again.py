@@ -307,6 +307,20 @@ def test_a_step_that_stays_is_verified_once(run_eagerly, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_verification_that_ctrl_c_has_ended_is_made_again(monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    model = compiled(2)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(verification, "find_out", interrupted)
+        model.fit(ROWS, LABELS, batch_size=8, verbose=0)
+    assert model.distribute_strategy.seconds_verified == 0
+    model.fit(ROWS, LABELS, batch_size=8, verbose=0)
+    assert model.distribute_strategy.seconds_verified > 0
+
+
+@pytest.mark.slow
 def test_the_traces_of_the_comparison_are_let_go():
     def kept_graphs(verify):
         gc.collect()

@@ -65,6 +65,16 @@ def verify_once(
     form = verified.note(case, functools.partial(workers.any, strategy))
     if form is None:
         return
+    try:
+        _verify(case, drawn, workers, early, form)
+    except BaseException:
+        # Also after Ctrl-C another attempt shall verify again.
+        verified.withdraw(model, form)
+        raise
+
+
+def _verify(case, drawn, workers, early, form):
+    model, kind, strategy = case.model, case.kind, case.strategy
     _choose_rows(case, drawn, workers, early)
     begin = time.perf_counter()
     # A step that runs eagerly fills its lists in each run.
@@ -84,10 +94,10 @@ def verify_once(
     marks.CHECKED.set(model, {**marks.CHECKED.get(model), kind: checked})
     logging.info("Verified %s_step in %.2f s.", kind, seconds)
     unknown = whole is None and bool(found.reason)
-    if error is not None or (unknown and early):
+    if unknown and early:
         # Another attempt shall verify again.
         verified.withdraw(model, form)
-    elif unknown:
+    elif unknown and error is None:
         _warn(kind, found.reason)
     _warn_of_findings(case, found, whole)
     if error is not None:

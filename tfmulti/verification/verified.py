@@ -72,7 +72,9 @@ def note_any_size(case: Case, form: tuple) -> None:
 
 def withdraw(model: keras.Model, form: tuple) -> None:
     """Has the next call verify a step again with data of a form that `note` returned."""
-    marks.VERIFIED.get(model).forms.pop(form, None)
+    done = marks.VERIFIED.get(model)
+    done.forms.pop(form, None)
+    done.next_functions.discard(form[0])
 
 
 def forget(model: keras.Model, kind: str) -> None:
