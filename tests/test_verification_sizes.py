@@ -7,8 +7,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from replicas import create_strategy
 
 import tfmulti
+from tfmulti.verification import verified
+from tfmulti.verification.case import Case, Feed
+from tfmulti.verification.rows import Rows
 
 # Keras warns too, from an environment that may be in a folder of the same name.
 PACKAGE = Path(tfmulti.__file__).parent
@@ -183,3 +187,27 @@ def test_a_step_of_any_size_is_verified_once(monkeypatch):
     for size in (1, 4, 7, 9):
         model.train_on_batch(x[:size], y[:size])
     assert len(runs) == 2
+
+
+def test_workers_ask_one_another_whether_a_form_is_new():
+    """The form has what only this worker's own data tell, as whether a replica gets no row."""
+
+    def case(rows):
+        feed = Feed(peek=None, batches=[(rows,)])
+        return Case.of(model, "train", Rows((np.zeros((rows, 2), "float32"),)), feed)
+
+    asked = []
+
+    def other_worker_has_news(is_new):
+        asked.append(is_new)
+        return True
+
+    with create_strategy(2).scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    form = verified.note(case(8), lambda is_new: is_new)
+    assert verified.note(case(8), lambda is_new: is_new) is None
+    verified.note_any_size(case(8), form)
+    assert verified.note(case(8), other_worker_has_news) == form
+    assert verified.note(case(1), other_worker_has_news) not in (None, form)
+    assert asked == [False, True]

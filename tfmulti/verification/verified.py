@@ -45,14 +45,13 @@ def note(case: Case, any_worker: Callable[[bool], bool]) -> tuple | None:
         done = Verified(compiled)
         marks.VERIFIED.set(case.model, done)
     form, sizes = _form_of(case), _sizes_of(case)
-    for known in (form, _form_of(case, small=True)):
-        if known not in done.forms:
-            continue
-        before = done.forms[known]
-        # Workers can have other numbers of rows, and must all verify it or none.
-        if before is None or not any_worker(not sizes <= before):
-            return None
-    done.forms[form] = sizes | done.forms.get(form, set())
+    known = [done.forms[each] for each in (form, _form_of(case, small=True)) if each in done.forms]
+    is_new = not any(before is None or sizes <= before for before in known)
+    # Workers can have other numbers of rows, and must all verify it or none.
+    if not any_worker(is_new):
+        return None
+    before = done.forms.get(form, set())
+    done.forms[form] = None if before is None else sizes | before
     done.next_functions.add(case.kind)
     return form
 
