@@ -11,7 +11,7 @@ import tensorflow as tf
 import verification_later as later
 from replicas import create_strategy
 
-from tfmulti import verification
+from tfmulti import marks, verification
 from tfmulti.verification.compared_numbers import find_compared_numbers
 
 ROWS, LABELS = later.sorted_classes()
@@ -318,6 +318,17 @@ def test_a_verification_that_ctrl_c_has_ended_is_made_again(monkeypatch):
     assert model.distribute_strategy.seconds_verified == 0
     model.fit(ROWS, LABELS, batch_size=8, verbose=0)
     assert model.distribute_strategy.seconds_verified > 0
+
+
+@pytest.mark.slow
+def test_the_copies_of_the_state_are_let_go():
+    model = compiled(2)
+    # One step: a spot check would let go of them, too.
+    model.evaluate(ROWS[:8], LABELS[:8], batch_size=8, verbose=0)
+    model.predict(ROWS[:8], batch_size=8, verbose=0)
+    checked = marks.CHECKED.get(model)
+    assert checked["predict"] is None
+    assert checked["test"].trial._original is checked["test"].trial._at_begin is None
 
 
 @pytest.mark.slow

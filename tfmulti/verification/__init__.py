@@ -24,7 +24,7 @@ from tfmulti.step import local_steps, model_contents, parameters, replicated
 from tfmulti.step.rows import parts_of
 from tfmulti.verification import messages, verified
 from tfmulti.verification import rows as rows_lib
-from tfmulti.verification.case import TRAIN, Case, Feed
+from tfmulti.verification.case import PREDICT, TRAIN, Case, Feed
 from tfmulti.verification.custom_parts import has_stock_step, num_micro_batches
 from tfmulti.verification.notices import announced, quiet_tensorflow
 from tfmulti.verification.python_values import Containers, Numbers, attributes_of, restored
@@ -90,7 +90,12 @@ def _verify(case, drawn, workers, early, form):
     seconds = time.perf_counter() - begin
     strategy.seconds_verified += seconds
     case.seconds = seconds
-    checked = case if found.error is None and case.trial is not None else None
+    # Predictions get no spot checks.
+    keeps = kind != PREDICT and found.error is None and case.trial is not None
+    checked = case if keeps else None
+    if keeps:
+        # It holds copies of the state, which are read anew for each spot check.
+        case.trial.begin_again()
     marks.CHECKED.set(model, {**marks.CHECKED.get(model), kind: checked})
     logging.info("Verified %s_step in %.2f s.", kind, seconds)
     unknown = whole is None and bool(found.reason)
