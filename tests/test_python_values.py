@@ -1,5 +1,8 @@
 """Python lists that a step fills are noticed, and as they were after a step was verified."""
 
+import collections
+import types
+
 import keras
 import numpy as np
 import pytest
@@ -178,6 +181,41 @@ def test_private_attributes_of_keras_are_known():
 class Tracker:
     def __init__(self):
         self.seen = [1]
+
+
+def in_module(variable):
+    module = tf.Module()
+    module.held = variable
+    return module
+
+
+def in_average(variable):
+    average = tf.train.ExponentialMovingAverage(0.9)
+    average.apply([variable])
+    return average
+
+
+class OfOddPackage(types.SimpleNamespace):
+    """As of a package whose name begins as that of another one does."""
+
+    __module__ = "numpyro.state"
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda variable: types.SimpleNamespace(held=variable),
+        lambda variable: collections.deque([variable]),
+        lambda variable: OfOddPackage(held=variable),
+        in_module,
+        in_average,
+    ],
+)
+def test_variables_are_found_in_what_is_no_layer(hold):
+    model = keras.Sequential([keras.layers.Dense(1)])
+    variable = tf.Variable(0.0)
+    model.held = hold(variable)
+    assert any(isinstance(thing, tf.Variable) for _, thing in walk(model))
 
 
 def test_keras_own_lists_of_variables_are_left_alone():

@@ -314,9 +314,9 @@ def test_a_verification_that_ctrl_c_has_ended_is_made_again(monkeypatch):
     model = compiled(2)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(verification, "find_out", interrupted)
-        fit(model)
+        model.fit(ROWS, LABELS, batch_size=8, verbose=0)
     assert model.distribute_strategy.seconds_verified == 0
-    fit(model)
+    model.fit(ROWS, LABELS, batch_size=8, verbose=0)
     assert model.distribute_strategy.seconds_verified > 0
 
 

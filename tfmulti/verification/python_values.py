@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import sys
+import types
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -23,6 +25,15 @@ _OF_KERAS = ("built", "stop_evaluating", "stop_predicting", "stop_training")
 _MADE_BY_KERAS = ("history", "train_function", "test_function", "predict_function")
 # Classes of what it keeps for a call of a method, or as lists of variables.
 _OF_CALLS = ("History", "TFEpochIterator", "Tracker")
+# Packages whose objects are not looked into, but for these.
+_FOREIGN = {"tensorflow", "numpy", "builtins", "types", "functools", "tfmulti"}
+_FOREIGN |= {name for name in sys.stdlib_module_names if name.startswith("_")}
+_HOLDERS = (
+    types.SimpleNamespace,
+    tf.Module,
+    tf.train.Checkpoint,
+    tf.train.ExponentialMovingAverage,
+)
 # How deep parts of a model are looked for.
 _DEPTH = 8
 
@@ -45,7 +56,7 @@ def walk(model) -> list:
 def _held_by(thing) -> list:
     if isinstance(thing, dict):
         return list(thing.items())
-    if isinstance(thing, (list, tuple, set)):
+    if isinstance(thing, (list, tuple, set, collections.deque)):
         return list(enumerate(thing))
     if isinstance(thing, (keras.Variable, tf.Variable, tf.Tensor, np.ndarray, str, type)):
         return []
@@ -66,11 +77,8 @@ def _is_of_call(thing) -> bool:
 
 
 def _may_hold(thing) -> bool:
-    module = str(type(thing).__module__)
-    foreign = ("tensorflow.", "numpy", "builtins", "_", "types", "functools", "tfmulti.")
-    # Classes of a script belong to `__main__`.
-    mine = module == "__main__" or not module.startswith(foreign)
-    return hasattr(thing, "__dict__") and mine
+    package = str(type(thing).__module__).partition(".")[0]
+    return hasattr(thing, "__dict__") and (package not in _FOREIGN or isinstance(thing, _HOLDERS))
 
 
 _NUMBERS = (bool, int, float, np.number)
