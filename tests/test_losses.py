@@ -5,6 +5,7 @@ import tensorflow as tf
 from replicas import create_strategy
 
 import tfmulti
+from tfmulti import keras_compat
 
 
 def train(num_replicas, make_model, data, remainder="uneven", **compiled):
@@ -127,6 +128,59 @@ def test_weights_of_padding_rows_that_do_not_fit_the_losses_are_told_on_one_devi
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     with pytest.raises(ValueError, match="sample weights must have the shape of the losses"):
         train(1, lambda: keras.Sequential([table]), data, "pad", loss=loss)
+
+
+# Weights of a loss of the given shape, without the axis of rows: None for one number.
+RANKS = {
+    "weights (B, 1), mask (B,)": ((), (1,), (), "mean_with_sample_weight"),
+    "weights (B,), mask (B, 1)": ((1,), (), (1,), "mean_with_sample_weight"),
+    "weights (B, 1), mask (B, T)": ((3,), (1,), (3,), "mean_with_sample_weight"),
+    "one weight": ((), None, None, "mean_with_sample_weight"),
+    "one weight and a mask": ((3,), None, (3,), "mean_with_sample_weight"),
+    "one weight of a sum": ((3,), None, None, "sum"),
+}
+
+
+class OfRanks(keras.Model):
+    """Gives losses weights and masks of all ranks that go together."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = self.add_weight(shape=(), initializer="ones", name="factor")
+
+    def call(self, x):
+        return x * self.factor
+
+    def train_step(self, rows):
+        logs = {}
+        for name, (values, weights, mask, reduction) in RANKS.items():
+            with tf.GradientTape() as tape:
+                predicted = self(tf.reshape(rows, [-1, 3])[:, : sum(values) or 1])
+                predicted = tf.reshape(predicted, [-1, *values, 1])
+                if mask is not None:
+                    valid = tf.reshape(rows[:, : sum(mask) or 1] > 0.5, [-1, *mask])
+                    keras_compat.set_mask(predicted, valid)
+                given = 0.5 if weights is None else tf.reshape(rows[:, 0] + 1, [-1, *weights])
+                loss = keras.losses.MeanSquaredError(reduction=reduction)
+                loss = loss(0.1 * predicted, predicted, sample_weight=given)
+            [gradient] = tape.gradient(loss, [self.factor])
+            logs |= {name: loss, f"gradient, {name}": tf.identity(gradient)}
+        return logs
+
+
+@pytest.mark.slow
+def test_weights_and_masks_of_all_ranks():
+    x = np.random.RandomState(1).rand(7, 3).astype("float32")
+
+    def logs(num_replicas):
+        with create_strategy(num_replicas, verify="never").scope():
+            model = OfRanks()
+            model.compile("sgd")
+        return model.fit(x, batch_size=7, shuffle=False, verbose=0).history
+
+    one, three = logs(1), logs(3)
+    for name in one:
+        np.testing.assert_allclose(three[name], one[name], rtol=1e-5, err_msg=name)
 
 
 def test_padded_data_do_not_change_what_weights_a_later_batch_may_have():

@@ -228,9 +228,8 @@ def mask_of(tensor):
     return keras_backend.get_keras_mask(tensor)
 
 
-def masked_weights(metric: keras.metrics.Metric, y_pred, sample_weight):
-    """Returns the weights of values, as a metric that is a function of rows masks them."""
-    mask, dtype = mask_of(y_pred), metric.dtype
+def masked_weights(sample_weight, mask, dtype: str):
+    """Returns the weights of values, as a loss or a metric of rows masks them; None for neither."""
     # A reduction to a mean would also divide the weights by the share of valid values.
     return keras_loss.apply_mask(sample_weight, mask, dtype=dtype, reduction="sum")
 

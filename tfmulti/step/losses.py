@@ -79,6 +79,7 @@ def reduce_loss(reduce, values, sample_weight=None, mask=None, reduction="mean",
     if is_loop():
         # Without rows, Keras returns the losses themselves.
         loss = tf.reduce_sum(loss)
+    reduction = _as_it_acts(reduction, values, sample_weight, mask)
     if reduction == "sum":
         return _sum_of(loss, values, replica_batch)
     count = _denominator(sample_weight, mask, reduction)
@@ -201,17 +202,25 @@ def _refuse_weights_of_rows(values, sample_weight):
         )
 
 
+def _as_it_acts(reduction, values, sample_weight, mask):
+    """Returns the reduction that has the same result, where a number replaces those of rows."""
+    shape = tf.convert_to_tensor(values).shape
+    weights = None if sample_weight is None else tf.convert_to_tensor(sample_weight).shape
+    if shape.rank == 0 and mask is None and (weights is None or weights.rank == 0):
+        # Keras returns a mean that a loss takes by itself as it is.
+        return "mean"
+    if reduction == "mean_with_sample_weight" and weights is not None and mask is None:
+        is_for_all = weights.rank == 0 or weights[0] == 1 and shape.rank and shape[0] != 1
+        # The values are multiplied by the one weight and divided by it.
+        return "sum" if is_for_all else reduction
+    return reduction
+
+
 def _denominator(sample_weight, mask, reduction):
     """Returns Keras's divisor as a scalar, or None if it is proportional to rows."""
     if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
-        weights = None if sample_weight is None else tf.cast(sample_weight, weighting.DTYPE)
-        valid = None if mask is None else tf.cast(mask, weighting.DTYPE)
-        if weights is None or valid is None:
-            return tf.reduce_sum(valid if weights is None else weights)
-        # Keras gives the weight of a row to all of its steps.
-        while weights.shape.rank < valid.shape.rank:
-            weights = weights[..., None]
-        return tf.reduce_sum(weights * valid)
+        weights = keras_compat.masked_weights(sample_weight, mask, weighting.DTYPE.name)
+        return tf.reduce_sum(tf.cast(weights, weighting.DTYPE))
     # Keras scales the mask, so that the number of valid steps is the divisor.
     if reduction in ("mean", "sum_over_batch_size") and mask is not None:
         return tf.reduce_sum(tf.cast(mask, weighting.DTYPE))

@@ -256,7 +256,8 @@ def update_metric_function(update, metric, function, y_true, y_pred, sample_weig
     if keras.ops.ndim(values):
         values = local_rows(values)
         # Keras's own update applies the mask, and it is skipped here.
-        sample_weight = keras_compat.masked_weights(metric, y_pred, sample_weight)
+        mask = keras_compat.mask_of(y_pred)
+        sample_weight = keras_compat.masked_weights(sample_weight, mask, metric.dtype)
     return keras.metrics.Mean.update_state(metric, values, sample_weight)
 
 
