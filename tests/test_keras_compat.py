@@ -1208,7 +1208,7 @@ def test_canary_graphs_are_not_optimized_where_they_run_once():
     before = tf.config.optimizer.get_experimental_options()
     with keras_compat.without_optimized_graphs():
         assert tf.config.optimizer.get_experimental_options()[names[0]]
-    assert tf.config.optimizer.get_experimental_options() == {**before, names[0]: False}
+    assert tf.config.optimizer.get_experimental_options() == {names[0]: False, **before}
 
 
 @pytest.mark.slow

@@ -7,9 +7,10 @@ import os
 
 import keras
 
+import tfmulti
+
 _FOLDERS = tuple(
-    os.path.dirname(os.path.abspath(path)) + os.sep
-    for path in (keras.__file__, os.path.dirname(__file__))
+    os.path.dirname(os.path.abspath(package.__file__)) + os.sep for package in (keras, tfmulti)
 )
 
 
