@@ -132,7 +132,7 @@ class Window(keras.callbacks.Callback):
 @pytest.mark.slow
 def test_what_a_callback_sets_for_three_steps_is_told_before_the_first_of_them():
     window = Window()
-    with pytest.raises(ValueError, match="and is not 17 steps later"):
+    with pytest.raises(ValueError, match="but not 17 steps later"):
         fit(2, FewSettings, callbacks=[window])
     assert window.model.optimizer.iterations.numpy() == 17
 
@@ -211,7 +211,7 @@ class RareRows(Step):
 
 @pytest.mark.slow
 def test_a_property_that_no_first_row_has_is_told_when_a_batch_has_it():
-    with pytest.raises(ValueError, match="is not 5 steps later"):
+    with pytest.raises(ValueError, match="but not 5 steps later"):
         fit(2, RareRows, lambda strategy: {"x": rare_rows()})
 
 
@@ -462,16 +462,16 @@ def rare_rows():
 @pytest.mark.slow
 def test_evaluation_is_told_of_rows_that_come_later():
     model, _ = fit(2, Measures)
-    with pytest.raises(ValueError, match="`test_step` must .* is not 5 steps later"):
+    with pytest.raises(ValueError, match="`test_step` must .* but not 5 steps later"):
         model.evaluate(rare_rows(), verbose=0)
-    with pytest.raises(ValueError, match="`test_step` must .* is not 5 steps later"):
+    with pytest.raises(ValueError, match="`test_step` must .* but not 5 steps later"):
         model.fit(ROWS, TARGETS, validation_data=rare_rows(), verbose=0)
 
 
 @pytest.mark.slow
 def test_evaluation_goes_on_with_the_whole_batch():
     model, _ = fit(2, Measures, on_difference="replicate")
-    with pytest.warns(UserWarning, match="From now on .* so evaluate again"):
+    with pytest.warns(UserWarning, match="From now on .* then evaluate again"):
         model.evaluate(rare_rows(), verbose=0)
     one, _ = fit(1, Measures)
     one.set_weights(model.get_weights())
