@@ -291,6 +291,17 @@ def test_an_attribute_that_an_eager_step_reads_may_be_set_between_two_fits():
         fit(model)
 
 
+def test_attributes_are_not_read_in_each_step_of_a_loop(monkeypatch):
+    with create_strategy(2).scope():
+        model = keras.Sequential([keras.Input(ROWS.shape[1:]), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    read = []
+    monkeypatch.setattr(verification, "attributes_of", read.append)
+    for _ in range(2):
+        model.train_on_batch(ROWS[:8], LABELS[:8])
+    assert not read
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_a_step_that_stays_is_verified_once(run_eagerly, monkeypatch):
