@@ -158,7 +158,8 @@ def refuse_other_gradients(tensors, model: keras.Model) -> list[tf.Tensor]:
     """Returns the same tensors for stages, and makes differentiating what they compute an error.
 
     The gradient of a stage is that of its outputs. Any other tensor, such as one that a layer keeps
-    in an attribute, would have none: a tape does not look into the stages.
+    in an attribute, would have none: a tape does not look into the stages. On workers such a tensor
+    is an error without it, because only the worker of the stage has the tensor.
 
     Args:
         tensors: Inputs or weights of stages.

@@ -16,7 +16,6 @@ import collections
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology
-from tfmulti.parallel.kept_tensors import refuse_other_gradients
 from tfmulti.parallel.staged_call import (
     Plan,
     StagedCall,
@@ -124,7 +123,9 @@ class WorkerStages(StagedCall):
         @tf.custom_gradient
         def compute(*tensors):
             nonlocal one
-            tensors = refuse_other_gradients(tensors, self._model)
+            # An outer tape must not record what the stages compute: it differs between workers,
+            # which would then reduce the gradients of shared weights in different orders.
+            tensors = [tf.stop_gradient(tensor) for tensor in tensors]
             own = [tensors[number + place] for place in mine]
             one = _WorkerPass(plan, self._strategy, num_rows, wants_inputs)
             results = one.forward(tensors[:number], own)
