@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfmulti import topology
 from tfmulti.cluster import Cluster, mpi, peers, resolve_cluster
-from tfmulti.mpi import all_reduce
+from tfmulti.mpi import all_reduce, calls, order
 from tfmulti.step import owners
 
 SCRIPT = Path(__file__).parent / "multi_worker" / "mpi_worker.py"
@@ -265,6 +265,45 @@ def test_an_error_of_a_message_reaches_the_next_call(when):
     for _ in range(2):
         with pytest.raises(tf.errors.OpError, match="Broken pipe to another worker: no route"):
             tf.function(sender.add)([tf.ones([2])])
+
+
+def told_while_mpi_waits(sizes, seconds):
+    """What each of two workers is told that adds so many numbers, and how many have compared."""
+    hold, texts, told = threading.Event(), {}, {}
+
+    def add(rank):
+        def exchange(text):
+            texts[rank] = text
+            return {other: text for other, text in texts.items() if other != rank}
+
+        made = order.CallOrder(exchange)
+        sender = all_reduce.MpiAllReduce(Communicator(hold), lambda: None, order=made)
+        try:
+            sender.add([tf.ones([sizes[rank]])])
+        except (RuntimeError, tf.errors.OpError) as error:
+            told[rank] = str(error)
+
+    threads = [threading.Thread(target=add, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+    hold.set()
+    for thread in threads:
+        thread.join()
+    return told, len(texts)
+
+
+def test_workers_that_wait_in_different_calls_are_told_which(monkeypatch):
+    monkeypatch.setattr(calls, "COMPARE_S", 0.1)
+    told, _ = told_while_mpi_waits((2, 3), seconds=30)
+    assert "here a sum of shape (2,), on worker 1 a sum of shape (3,), both as call 1" in told[0]
+    assert "here a sum of shape (3,), on worker 0 a sum of shape (2,), both as call 1" in told[1]
+
+
+def test_workers_that_wait_for_long_in_the_same_call_go_on(monkeypatch):
+    monkeypatch.setattr(calls, "COMPARE_S", 0.1)
+    assert told_while_mpi_waits((2, 2), seconds=0.7) == ({}, 2)
 
 
 def test_an_environment_that_is_given_is_not_mpis():

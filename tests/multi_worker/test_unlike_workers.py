@@ -111,3 +111,12 @@ def test_workers_that_stop_together_do_as_one_device(run_workers, case, steps):
 @pytest.mark.slow
 def test_names_and_seeds_are_no_difference(run_workers):
     assert all("trained" in each for each in run_workers(2, [PROGRAM, "alike"]))
+
+
+@pytest.mark.slow
+def test_sums_in_another_order_over_mpi_are_told(run_workers, mpiexec):
+    """MPI itself would wait for ever."""
+    told = "".join(run_workers(2, [PROGRAM, "gradients"], check=False, options=("--mpi",)))
+    assert "must add, gather and broadcast in the same order" in told
+    assert "here a sum of shape (2048,), on worker 0 a sum of shape (4, 2048)" in told
+    assert "trained" not in told

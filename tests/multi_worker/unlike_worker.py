@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfmulti
+from tfmulti.mpi import calls
 from tfmulti.strategies import program_order
 
 # Also imported where doctests are collected, outside of a job.
@@ -66,7 +67,24 @@ def batches_of(x):
     return tf.data.Dataset.from_generator(generate, output_signature=specs)
 
 
+class OneByOne(keras.Model):
+    """Takes the gradients of its weights one by one, on one worker in another order."""
+
+    def train_step(self, data):
+        x, y = data
+        gradients = {}
+        for place in (0, 1) if IS_CHIEF else (1, 0):
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(y=y, y_pred=self(x))
+            gradients[place] = tape.gradient(loss, self.trainable_variables[place])
+        self.optimizer.apply([gradients[0], gradients[1]], self.trainable_variables[:2])
+        return {"loss": loss}
+
+
 def build():
+    if CASE == "gradients":
+        given = keras.Input((4,))
+        return OneByOne(given, keras.layers.Dense(1)(keras.layers.Dense(2048)(given)))
     if CASE.endswith("by shards"):
         hidden = keras.layers.Dense(2048)
         return keras.Sequential([keras.Input((4,)), hidden, keras.layers.Dense(1)])
@@ -93,6 +111,7 @@ def savers(data):
 
 def main():
     program_order.WAIT_WARNING_S, program_order.WAIT_TIMEOUT_S = 1.0, 3.0
+    calls.COMPARE_S = 1.0
     strategy = tfmulti.create_strategy("multi_worker")
     # Keras counts the layers of a process, and draws seeds: neither is a difference.
     if not IS_CHIEF:
@@ -100,7 +119,8 @@ def main():
     rate = keras.optimizers.schedules.CosineDecay(0.1, 9) if CASE == "alike" else 0.01
     with strategy.scope():
         model = build()
-        shard = "parameters" if CASE.endswith("by shards") else None
+        shard = "state" if CASE == "gradients" else None
+        shard = "parameters" if CASE.endswith("by shards") else shard
         optimizer = tfmulti.DistributedOptimizer(keras.optimizers.SGD(rate), shard=shard)
         model.compile(optimizer, "mae" if here("loss") else "mse")
     x = np.random.RandomState(1 if here("rows") or here("own rows") else 0).randn(32, 4)

@@ -21,6 +21,7 @@ import tensorflow as tf
 from tfmulti import keras_compat
 from tfmulti.mpi import buffers
 from tfmulti.mpi.calls import PROGRESS_S, MpiCalls
+from tfmulti.mpi.order import CallOrder
 
 DEFAULT_BUCKET_BYTES = 4 * 2**20
 CACHED_PIECE_BYTES = 2**20
@@ -48,6 +49,7 @@ class MpiAllReduce:
             another worker does not answer.
         bucket_bytes: Bytes of small tensors to send together.
         piece_bytes: Bytes of a large tensor that MPI adds in one call.
+        order: Compares the calls of workers that wait for long; None compares nothing.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class MpiAllReduce:
         check_peers: Callable[[], None],
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         piece_bytes: int = buffers.MOST_BYTES,
+        order: CallOrder | None = None,
     ):
         self._communicator = communicator
         self._bucket_bytes = bucket_bytes
@@ -67,7 +70,8 @@ class MpiAllReduce:
         with tf.init_scope(), tf.device("CPU:0"):
             # All MPI calls read and write it, so TensorFlow keeps them in the program's order.
             self._last = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfmulti_last")
-        self._calls = MpiCalls(check_peers)
+        self._order = order or CallOrder()
+        self._calls = MpiCalls(check_peers, self._order)
 
     def add(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the sums over all workers; float16 and bfloat16 are sent in their own dtype.
@@ -300,6 +304,8 @@ class MpiAllReduce:
         return arrays
 
     def _add(self, array, communicator=None):
+        if communicator is None:
+            self._order.note("a sum", array.shape)
         result = buffers.empty(array.shape, array.dtype)
         for sent, received in zip(self._pieces(array), self._pieces(result)):
             (communicator or self._communicator).Allreduce(sent, received)
@@ -317,11 +323,13 @@ class MpiAllReduce:
         return [self._receive_sent(w, [kind])[0] for w, kind in zip(workers, kinds)]
 
     def _exchange(self, array):
+        self._order.note("an exchange", array.shape)
         result = buffers.empty(array.shape, array.dtype)
         self._communicator.Alltoall(array, result)
         return result
 
     def _gather(self, array):
+        self._order.note("a gathering", array.shape)
         result = buffers.empty((self._size, *array.shape), array.dtype)
         self._communicator.Allgather(array, result)
         return result.reshape(-1)
@@ -331,6 +339,7 @@ class MpiAllReduce:
 
     def _receive_shaped(self, owner, shape, array):
         """Broadcasts the owner's array as bytes, since MPI does not know every dtype."""
+        self._order.note(f"a broadcast from worker {owner}", shape)
         is_own = owner == self._communicator.rank
         whole = array if is_own else buffers.empty(shape, array.dtype)
         for piece in self._pieces(whole.reshape(-1).view(np.uint8)):
@@ -340,6 +349,7 @@ class MpiAllReduce:
 
     def _reduce_to(self, owner, array):
         """Adds an array over all workers for its owner; the others need no result."""
+        self._order.note(f"a sum for worker {owner}", array.shape)
         is_own = owner == self._communicator.rank
         shape = array.shape if is_own else (0,) * array.ndim
         result = buffers.empty(shape, array.dtype)

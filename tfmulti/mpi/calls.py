@@ -5,12 +5,17 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
 
+from tfmulti.mpi.order import CallOrder
+
 PROGRESS_S = 0.0005
 """How often MPI is called while messages are under way: it makes progress only while it is."""
+COMPARE_S = 20.0
+"""How long a result is awaited before workers compare their calls; then twice as long each time."""
 _POLL_S = 0.3
 
 
@@ -29,13 +34,15 @@ class MpiCalls:
     Args:
         check_peers: Function that is called repeatedly while a result is awaited, and raises if
             another worker does not answer.
+        order: The calls that all workers must make alike; they are compared now and then while a
+            result is awaited for long.
 
     Attributes:
         sending: Pairs of an MPI request and the memory that is sent until it is done.
     """
 
-    def __init__(self, check_peers: Callable[[], None]):
-        self._check_peers = check_peers
+    def __init__(self, check_peers: Callable[[], None], order: CallOrder):
+        self._check_peers, self._order = check_peers, order
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)
         self._work: queue.SimpleQueue = queue.SimpleQueue()
@@ -69,9 +76,13 @@ class MpiCalls:
     def finish(self, number) -> np.ndarray:
         """Waits for a call, and returns its result."""
         call = self._calls.pop(int(number))
+        end, longer = time.monotonic() + COMPARE_S, COMPARE_S
         while not call.done.wait(_POLL_S):
             self._check_peers()
             self._refuse(self._failed)
+            if time.monotonic() > end:
+                self._order.compare()
+                end, longer = time.monotonic() + longer, 2 * longer
         self._refuse(call.error or self._failed)
         return call.result
 

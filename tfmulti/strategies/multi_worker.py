@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfmulti import devices, hardware, keras_compat, rendezvous, topology
 from tfmulti.cluster import environment, mpi, network, peers, schedulers
 from tfmulti.cluster.task import Cluster
+from tfmulti.mpi import order
 from tfmulti.mpi.all_reduce import CACHED_PIECE_BYTES, MPI_CALLS, MpiAllReduce
 from tfmulti.runtime import command_line, errors, processes
 from tfmulti.strategies import coordination
@@ -108,7 +109,8 @@ def _create_mpi_all_reduce(communicator, cluster, bucket_bytes) -> MpiAllReduce:
     if mpi.on_one_host(communicator):
         settings["piece_bytes"] = CACHED_PIECE_BYTES
     check_peers = functools.partial(keras_compat.check_peers, others)
-    return MpiAllReduce(communicator, check_peers, **settings)
+    calls = order.CallOrder(order.through_service(communicator.rank, communicator.size))
+    return MpiAllReduce(communicator, check_peers, order=calls, **settings)
 
 
 def _report_end(cluster) -> None:
