@@ -12,7 +12,7 @@ train: install
 test: install
 	$(BIN)/python -m pytest --numprocesses=2
 
-# Everything, the slow ones too, in parts: make test-all PART=2/5 runs the second of five. It tries
+# Everything, the slow ones too, in parts: make test-all PART=2/8 runs the second of eight. It tries
 # each row of the matrix on three replicas and on one cluster; make conformance on all.
 PART ?= 1/1
 
