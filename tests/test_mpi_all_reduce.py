@@ -276,7 +276,7 @@ def told_while_mpi_waits(sizes, seconds):
             texts[rank] = text
             return {other: text for other, text in texts.items() if other != rank}
 
-        made = order.CallOrder(exchange)
+        made = order.CallOrder(rank, exchange)
         sender = all_reduce.MpiAllReduce(Communicator(hold), lambda: None, order=made)
         try:
             sender.add([tf.ones([sizes[rank]])])
@@ -297,8 +297,11 @@ def told_while_mpi_waits(sizes, seconds):
 def test_workers_that_wait_in_different_calls_are_told_which(monkeypatch):
     monkeypatch.setattr(calls, "COMPARE_S", 0.1)
     told, _ = told_while_mpi_waits((2, 3), seconds=30)
-    assert "here a sum of shape (2,), on worker 1 a sum of shape (3,), both as call 1" in told[0]
-    assert "here a sum of shape (3,), on worker 0 a sum of shape (2,), both as call 1" in told[1]
+    calls_of = (
+        "on worker {} a sum of shape ({},), on worker {} a sum of shape ({},), both as call 1"
+    )
+    assert calls_of.format(0, 2, 1, 3) in told[0]
+    assert calls_of.format(1, 3, 0, 2) in told[1]
 
 
 def test_workers_that_wait_for_long_in_the_same_call_go_on(monkeypatch):

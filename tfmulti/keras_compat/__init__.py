@@ -30,7 +30,7 @@ from tfmulti.keras_compat.calls import (
 from tfmulti.keras_compat.coordination import (
     SENT_AS, abort_collectives, check_peers, gather_from_workers, heartbeats, listen_for_ends,
     mark_launchers, next_collective_key, publish, publish_failure, read_if_published,
-    read_published, report_end, report_error, skip_collective_keys, use_own_groups,
+    read_published, report_end, report_error, republish, skip_collective_keys, use_own_groups,
 )
 from tfmulti.keras_compat.extended import (
     AllDtypesExtended, CustomAllReduceExtended, LogicalCpusExtended, place_variables,

@@ -57,6 +57,13 @@ def publish(key: str, value: str) -> None:
     _ask(_ANSWER_S, context.context().set_config_key_value, key, value)
 
 
+def republish(key: str, value: str) -> None:
+    """Publishes a text in place of what this worker has published under the key before."""
+    with contextlib.suppress(tf.errors.OpError):
+        _ask(_ANSWER_S, context.context().delete_config_key_value, key)
+    publish(key, value)
+
+
 def publish_failure(key: str, value: str) -> None:
     """Publishes a text before this worker ends, if the others can still be reached."""
     _ask(_LAST_WORDS_S, context.context().set_config_key_value, key, value)

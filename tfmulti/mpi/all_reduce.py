@@ -70,7 +70,7 @@ class MpiAllReduce:
         with tf.init_scope(), tf.device("CPU:0"):
             # All MPI calls read and write it, so TensorFlow keeps them in the program's order.
             self._last = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfmulti_last")
-        self._order = order or CallOrder()
+        self._order = order or CallOrder(communicator.rank)
         self._calls = MpiCalls(check_peers, self._order)
 
     def add(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:

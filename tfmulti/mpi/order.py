@@ -21,12 +21,13 @@ class CallOrder:
     """The latest MPI calls of this worker that all workers must make alike.
 
     Args:
+        rank: The rank of this worker.
         exchange: Function that takes a text for the other workers, and returns the latest text of
             each of them that has one, by its rank.
     """
 
-    def __init__(self, exchange: Callable[[str], dict[int, str]] = lambda text: {}):
-        self._exchange = exchange
+    def __init__(self, rank: int, exchange: Callable[[str], dict[int, str]] = lambda text: {}):
+        self._rank, self._exchange = rank, exchange
         self._numbers = itertools.count(1)
         self._latest: collections.deque = collections.deque(maxlen=_KEPT)
 
@@ -51,9 +52,9 @@ class CallOrder:
                 if own.get(number, call) != call:
                     raise RuntimeError(
                         "All workers must add, gather and broadcast in the same order, or each "
-                        f"waits for the others for ever. Received: here {own[number]}, on worker "
-                        f"{rank} {call}, both as call {number} of MPI. Look for gradients or "
-                        "layers whose order depends on the worker."
+                        f"waits for the others for ever. Received: on worker {self._rank} "
+                        f"{own[number]}, on worker {rank} {call}, both as call {number} of MPI. "
+                        "Look for gradients or layers whose order depends on the worker."
                     )
 
 
@@ -64,16 +65,13 @@ def through_service(rank: int, size: int) -> Callable[[str], dict[int, str]]:
         rank: The rank of this worker.
         size: The number of workers.
     """
-    key = "tfmulti/mpi_calls/{}/{}".format
-    published, latest = itertools.count(), {}
-    read = dict.fromkeys((other for other in range(size) if other != rank), 0)
+    key = "tfmulti/mpi_calls/{}".format
 
     def exchange(text: str) -> dict[int, str]:
         with contextlib.suppress(tf.errors.OpError):
-            keras_compat.publish(key(rank, next(published)), text)
-        for other in read:
-            while found := keras_compat.read_if_published(key(other, read[other]), _LOOK_MS):
-                latest[other], read[other] = found, read[other] + 1
-        return latest
+            keras_compat.republish(key(rank), text)
+        others = (other for other in range(size) if other != rank)
+        found = {other: keras_compat.read_if_published(key(other), _LOOK_MS) for other in others}
+        return {other: text for other, text in found.items() if text is not None}
 
     return exchange

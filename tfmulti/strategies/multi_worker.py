@@ -109,7 +109,8 @@ def _create_mpi_all_reduce(communicator, cluster, bucket_bytes) -> MpiAllReduce:
     if mpi.on_one_host(communicator):
         settings["piece_bytes"] = CACHED_PIECE_BYTES
     check_peers = functools.partial(keras_compat.check_peers, others)
-    calls = order.CallOrder(order.through_service(communicator.rank, communicator.size))
+    rank = communicator.rank
+    calls = order.CallOrder(rank, order.through_service(rank, communicator.size))
     return MpiAllReduce(communicator, check_peers, order=calls, **settings)
 
 
