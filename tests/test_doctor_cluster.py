@@ -168,8 +168,8 @@ def test_a_worker_that_does_not_come_is_named():
 
 def test_a_name_that_cannot_be_one_is_told():
     spec = {"worker": [f"127.0.0.1:{processes.free_ports(1)[0]}", "a..b:12345"]}
-    visits, _ = visit_together({0: Cluster(spec, "worker", 0)}, timeout_s=0.5)[0]
-    missing = between_workers.judge_visit(Cluster(spec, "worker", 0), visits[1], 0.5)
+    visits, _ = visit_together({0: Cluster(spec, "worker", 0)}, timeout_s=3.0)[0]
+    missing = between_workers.judge_visit(Cluster(spec, "worker", 0), visits[1], 3.0)
     assert missing.status == "failure"
     assert missing.detail.startswith("its name is not found here: ")
     own = cluster_settings.check_own_address(Cluster(spec, "worker", 1))
