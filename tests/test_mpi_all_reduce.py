@@ -267,16 +267,19 @@ def test_an_error_of_a_message_reaches_the_next_call(when):
             tf.function(sender.add)([tf.ones([2])])
 
 
-def told_while_mpi_waits(sizes, seconds):
-    """What each of two workers is told that adds so many numbers, and how many have compared."""
+def told_while_mpi_waits(monkeypatch, sizes):
+    """What each of two workers is told that adds so many numbers, until both have compared."""
+    monkeypatch.setattr(calls, "COMPARE_S", 0.1)
     hold, texts, told = threading.Event(), {}, {}
 
     def add(rank):
         def exchange(text):
             texts[rank] = text
+            if len(texts) == 2 and sizes[0] == sizes[1]:
+                hold.set()
             return {other: text for other, text in texts.items() if other != rank}
 
-        made = order.CallOrder(rank, exchange)
+        made = order.CollectiveOrder(rank, exchange)
         sender = all_reduce.MpiAllReduce(Communicator(hold), lambda: None, order=made)
         try:
             sender.add([tf.ones([sizes[rank]])])
@@ -287,26 +290,21 @@ def told_while_mpi_waits(sizes, seconds):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(seconds)
+        thread.join(60)
     hold.set()
-    for thread in threads:
-        thread.join()
-    return told, len(texts)
+    assert len(texts) == 2
+    return told
 
 
-def test_workers_that_wait_in_different_calls_are_told_which(monkeypatch):
-    monkeypatch.setattr(calls, "COMPARE_S", 0.1)
-    told, _ = told_while_mpi_waits((2, 3), seconds=30)
-    calls_of = (
-        "on worker {} a sum of shape ({},), on worker {} a sum of shape ({},), both as call 1"
-    )
-    assert calls_of.format(0, 2, 1, 3) in told[0]
-    assert calls_of.format(1, 3, 0, 2) in told[1]
+def test_workers_that_wait_in_different_collectives_are_told_which(monkeypatch):
+    told = told_while_mpi_waits(monkeypatch, (2, 3))
+    received = "as collective 1, all-reduce of shape ({},) on worker {}, all-reduce of shape ({},)"
+    assert received.format(2, 0, 3) in told[0]
+    assert received.format(3, 1, 2) in told[1]
 
 
-def test_workers_that_wait_for_long_in_the_same_call_go_on(monkeypatch):
-    monkeypatch.setattr(calls, "COMPARE_S", 0.1)
-    assert told_while_mpi_waits((2, 2), seconds=0.7) == ({}, 2)
+def test_workers_that_wait_for_long_in_the_same_collective_go_on(monkeypatch):
+    assert told_while_mpi_waits(monkeypatch, (2, 2)) == {}
 
 
 def test_an_environment_that_is_given_is_not_mpis():

@@ -119,8 +119,8 @@ def main():
     rate = keras.optimizers.schedules.CosineDecay(0.1, 9) if CASE == "alike" else 0.01
     with strategy.scope():
         model = build()
-        shard = "state" if CASE == "gradients" else None
-        shard = "parameters" if CASE.endswith("by shards") else shard
+        shard = "parameters" if CASE.endswith("by shards") else None
+        shard = "state" if CASE == "gradients" else shard
         optimizer = tfmulti.DistributedOptimizer(keras.optimizers.SGD(rate), shard=shard)
         model.compile(optimizer, "mae" if here("loss") else "mse")
     x = np.random.RandomState(1 if here("rows") or here("own rows") else 0).randn(32, 4)

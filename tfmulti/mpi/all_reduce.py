@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfmulti import keras_compat
 from tfmulti.mpi import buffers
 from tfmulti.mpi.calls import PROGRESS_S, MpiCalls
-from tfmulti.mpi.order import CallOrder
+from tfmulti.mpi.order import CollectiveOrder
 
 DEFAULT_BUCKET_BYTES = 4 * 2**20
 CACHED_PIECE_BYTES = 2**20
@@ -49,7 +49,7 @@ class MpiAllReduce:
             another worker does not answer.
         bucket_bytes: Bytes of small tensors to send together.
         piece_bytes: Bytes of a large tensor that MPI adds in one call.
-        order: Compares the calls of workers that wait for long; None compares nothing.
+        order: Compares the collectives of workers that wait for long; None compares nothing.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class MpiAllReduce:
         check_peers: Callable[[], None],
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         piece_bytes: int = buffers.MOST_BYTES,
-        order: CallOrder | None = None,
+        order: CollectiveOrder | None = None,
     ):
         self._communicator = communicator
         self._bucket_bytes = bucket_bytes
@@ -70,7 +70,7 @@ class MpiAllReduce:
         with tf.init_scope(), tf.device("CPU:0"):
             # All MPI calls read and write it, so TensorFlow keeps them in the program's order.
             self._last = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfmulti_last")
-        self._order = order or CallOrder(communicator.rank)
+        self._order = order or CollectiveOrder(communicator.rank)
         self._calls = MpiCalls(check_peers, self._order)
 
     def add(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -305,7 +305,7 @@ class MpiAllReduce:
 
     def _add(self, array, communicator=None):
         if communicator is None:
-            self._order.note("a sum", array.shape)
+            self._order.note("all-reduce", array.shape)
         result = buffers.empty(array.shape, array.dtype)
         for sent, received in zip(self._pieces(array), self._pieces(result)):
             (communicator or self._communicator).Allreduce(sent, received)
@@ -323,13 +323,13 @@ class MpiAllReduce:
         return [self._receive_sent(w, [kind])[0] for w, kind in zip(workers, kinds)]
 
     def _exchange(self, array):
-        self._order.note("an exchange", array.shape)
+        self._order.note("all-to-all", array.shape)
         result = buffers.empty(array.shape, array.dtype)
         self._communicator.Alltoall(array, result)
         return result
 
     def _gather(self, array):
-        self._order.note("a gathering", array.shape)
+        self._order.note("all-gather", array.shape)
         result = buffers.empty((self._size, *array.shape), array.dtype)
         self._communicator.Allgather(array, result)
         return result.reshape(-1)
@@ -339,7 +339,7 @@ class MpiAllReduce:
 
     def _receive_shaped(self, owner, shape, array):
         """Broadcasts the owner's array as bytes, since MPI does not know every dtype."""
-        self._order.note(f"a broadcast from worker {owner}", shape)
+        self._order.note(f"broadcast from worker {owner}", shape)
         is_own = owner == self._communicator.rank
         whole = array if is_own else buffers.empty(shape, array.dtype)
         for piece in self._pieces(whole.reshape(-1).view(np.uint8)):
@@ -349,7 +349,7 @@ class MpiAllReduce:
 
     def _reduce_to(self, owner, array):
         """Adds an array over all workers for its owner; the others need no result."""
-        self._order.note(f"a sum for worker {owner}", array.shape)
+        self._order.note(f"reduce to worker {owner}", array.shape)
         is_own = owner == self._communicator.rank
         shape = array.shape if is_own else (0,) * array.ndim
         result = buffers.empty(shape, array.dtype)

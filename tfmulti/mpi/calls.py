@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tfmulti.mpi.order import CallOrder
+from tfmulti.mpi.order import CollectiveOrder
 
 PROGRESS_S = 0.0005
 """How often MPI is called while messages are under way: it makes progress only while it is."""
 COMPARE_S = 20.0
-"""How long a result is awaited before workers compare their calls; then twice as long each time."""
+"""How long a result is awaited before workers compare collectives; then twice as long each time."""
 _POLL_S = 0.3
 
 
@@ -34,14 +34,14 @@ class MpiCalls:
     Args:
         check_peers: Function that is called repeatedly while a result is awaited, and raises if
             another worker does not answer.
-        order: The calls that all workers must make alike; they are compared now and then while a
-            result is awaited for long.
+        order: The collectives that were called; compared now and then while a result is awaited for
+            long.
 
     Attributes:
         sending: Pairs of an MPI request and the memory that is sent until it is done.
     """
 
-    def __init__(self, check_peers: Callable[[], None], order: CallOrder):
+    def __init__(self, check_peers: Callable[[], None], order: CollectiveOrder):
         self._check_peers, self._order = check_peers, order
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)

@@ -1,4 +1,4 @@
-"""Finds workers that call MPI in different orders: they would wait for each other for ever."""
+"""Finds workers that call MPI's collectives in different orders, which can wait for ever."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import tensorflow as tf
 
 from tfmulti import keras_compat
 
-# Workers that differ have come this far past the first call in which they do, at most.
+# MPI buffers short messages: a worker can be some calls past the first one that differs.
 _KEPT = 64
 _LOOK_MS = 100
 
 
-class CallOrder:
-    """The latest MPI calls of this worker that all workers must make alike.
+class CollectiveOrder:
+    """The latest collectives that this worker has called, which all workers must call alike.
 
     Args:
         rank: The rank of this worker.
@@ -35,7 +35,7 @@ class CallOrder:
         """Notes a call before it is made.
 
         Args:
-            call: What it does.
+            call: What it does, in MPI's words.
             shape: The shape of what it sends or receives, the same on all workers.
         """
         self._latest.append((next(self._numbers), f"{call} of shape {tuple(shape)}"))
@@ -51,21 +51,21 @@ class CallOrder:
             for number, call in json.loads(text):
                 if own.get(number, call) != call:
                     raise RuntimeError(
-                        "All workers must add, gather and broadcast in the same order, or each "
-                        f"waits for the others for ever. Received: on worker {self._rank} "
-                        f"{own[number]}, on worker {rank} {call}, both as call {number} of MPI. "
+                        "All workers must call MPI's collectives in the same order, or each waits "
+                        f"for the others for ever. Received: as collective {number}, "
+                        f"{own[number]} on worker {self._rank}, {call} on worker {rank}. "
                         "Look for gradients or layers whose order depends on the worker."
                     )
 
 
 def through_service(rank: int, size: int) -> Callable[[str], dict[int, str]]:
-    """Returns the `exchange` of a `CallOrder` that uses TensorFlow's coordination service.
+    """Returns the `exchange` of a `CollectiveOrder` that uses TensorFlow's coordination service.
 
     Args:
         rank: The rank of this worker.
         size: The number of workers.
     """
-    key = "tfmulti/mpi_calls/{}".format
+    key = "tfmulti/collectives/{}".format
 
     def exchange(text: str) -> dict[int, str]:
         with contextlib.suppress(tf.errors.OpError):

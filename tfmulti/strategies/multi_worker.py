@@ -110,8 +110,8 @@ def _create_mpi_all_reduce(communicator, cluster, bucket_bytes) -> MpiAllReduce:
         settings["piece_bytes"] = CACHED_PIECE_BYTES
     check_peers = functools.partial(keras_compat.check_peers, others)
     rank = communicator.rank
-    calls = order.CallOrder(rank, order.through_service(rank, communicator.size))
-    return MpiAllReduce(communicator, check_peers, order=calls, **settings)
+    collectives = order.CollectiveOrder(rank, order.through_service(rank, communicator.size))
+    return MpiAllReduce(communicator, check_peers, order=collectives, **settings)
 
 
 def _report_end(cluster) -> None:
