@@ -102,6 +102,30 @@ def test_one_worker_that_predicts_a_batch_alone_by_weights_of_others_is_told(run
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("who", ["chief", "other"])
+@pytest.mark.parametrize("when", ["after an epoch", "amid an epoch"])
+def test_a_metric_that_one_worker_alone_reads_is_told(run_workers, who, when):
+    told = "".join(run_workers(2, [PROGRAM, f"{who} reads a metric {when}"], check=False))
+    read = "a read of a metric's result outside of a step"
+    here, there = (read, "the end of") if who == "other" else ("the end of", read)
+    if when == "amid an epoch":
+        assert f"All workers must reach {read} together" in told
+    else:
+        assert f"on worker 1 {here}" in told and f"on the first worker {there}" in told
+    assert "trained" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["chief", "other"])
+def test_a_callback_that_reads_weights_of_others_on_one_worker_alone_is_told(run_workers, who):
+    told = "".join(run_workers(2, [PROGRAM, f"{who} keeps the best"], check=False))
+    read = "EarlyStopping.on_epoch_end, which reads state of all workers"
+    here, there = (read, "the end of") if who == "other" else ("the end of", read)
+    assert f"on worker 1 {here}" in told and f"on the first worker {there}" in told
+    assert "trained" not in told
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case, steps", [("stop together", 1), ("stop at the end", 2)])
 def test_workers_that_stop_together_do_as_one_device(run_workers, case, steps):
     seen = run_workers(2, [PROGRAM, case])

@@ -34,6 +34,8 @@ class Change(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         if alone("after an epoch"):
             self.model.evaluate(DATA, DATA[:, :1], verbose=0)
+        if alone("reads a metric after an epoch"):
+            print(float(self.model.metrics[0].result()))
         if CASE == "rate" and IS_CHIEF:
             self.model.optimizer.learning_rate.assign(0.5)
         if here("weights"):
@@ -46,6 +48,8 @@ class Change(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if alone("amid an epoch"):
             self.model.predict(DATA, verbose=0)
+        if alone("reads a metric amid an epoch"):
+            self.model.get_metrics_result()
         stops_here = (
             here("stop")
             or here("stop and save")
@@ -85,7 +89,7 @@ def build():
     if CASE == "gradients":
         given = keras.Input((4,))
         return OneByOne(given, keras.layers.Dense(1)(keras.layers.Dense(2048)(given)))
-    if CASE.endswith("by shards"):
+    if CASE.endswith(("by shards", "keeps the best")):
         hidden = keras.layers.Dense(2048)
         return keras.Sequential([keras.Input((4,)), hidden, keras.layers.Dense(1)])
     activations = ["relu", "tanh"] if here("order") else ["tanh", "relu"]
@@ -119,7 +123,7 @@ def main():
     rate = keras.optimizers.schedules.CosineDecay(0.1, 9) if CASE == "alike" else 0.01
     with strategy.scope():
         model = build()
-        shard = "parameters" if CASE.endswith("by shards") else None
+        shard = "parameters" if CASE.endswith(("by shards", "keeps the best")) else None
         shard = "state" if CASE == "gradients" else shard
         optimizer = tfmulti.DistributedOptimizer(keras.optimizers.SGD(rate), shard=shard)
         model.compile(optimizer, "mae" if here("loss") else "mse")
@@ -145,6 +149,9 @@ def main():
     if CASE.endswith((" save", " saves")):
         given = {"x": tfmulti.distribute_train((x, x[:, :1]), strategy, 16)}
     callbacks = [Change(), *savers(given["x"])]
+    if alone("keeps the best"):
+        best = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
+        callbacks = [best]
     epochs = 3 if here("epochs") else 2
     model.fit(**given, epochs=epochs, verbose=int(IS_CHIEF), callbacks=callbacks)
     print(f"trained {int(model.optimizer.iterations)} steps", flush=True)

@@ -127,13 +127,15 @@ def gather_optimizer_state(model: keras.Model) -> None:
     >>> model = keras.Sequential([keras.layers.Dense(1)])
     >>> gather_optimizer_state(model)
     """
-    for optimizer in model_contents.optimizers_of(model, nested=True):
-        shards = marks.SHARDS.get(optimizer)
-        if shards is not None:
-            shards.values.keep(shards.slots)
-    sharded = [v for v in model.variables if isinstance(v, parameters.ShardedParameter)]
-    if sharded:
-        sharded[0].parameters.values.keep(sharded)
+    optimizers = model_contents.optimizers_of(model, nested=True)
+    shards = [each for each in map(marks.SHARDS.get, optimizers) if each is not None]
+    weights = [v for v in model.variables if isinstance(v, parameters.ShardedParameter)]
+    if shards or weights:
+        model.distribute_strategy.reach_together("a call of gather_optimizer_state()")
+    for each in shards:
+        each.values.keep(each.slots)
+    if weights:
+        weights[0].parameters.values.keep(weights)
 
 
 def keep_swapped(optimizer: keras.optimizers.Optimizer, variables) -> None:

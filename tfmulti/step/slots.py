@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import tempfile
@@ -22,7 +23,8 @@ from tfmulti.step import owners
 if TYPE_CHECKING:
     from tfmulti.step.sharded_state import Shards
 
-_gathers = Scoped(False)
+# Within `collective_reads`: a function that is called before the first read.
+_gathers = Scoped(None)
 _numbers = itertools.count()
 
 
@@ -147,6 +149,7 @@ class OwnedValues:
             RuntimeError: If the value was not kept at this step.
         """
         if is_gathering():
+            join_gathering()
             return self.gathered(variable)
         if not self._is_kept(variable):
             # On the owner too: if only the other workers failed, it would wait for them later.
@@ -260,9 +263,20 @@ def _number_of(variable) -> int:
     return marks.NUMBER.get(variable)
 
 
-def collective_reads() -> contextlib.AbstractContextManager:
-    """Makes reading slots a collective within the context, which every worker must enter."""
-    return _gathers.set_to(True)
+def collective_reads(
+    join: Callable[[], None] = lambda: None,
+) -> contextlib.AbstractContextManager:
+    """Makes reading slots a collective within the context, which every worker must enter.
+
+    Args:
+        join: Called once, before the first read; it raises an error if other workers do not enter.
+    """
+    return _gathers.set_to(functools.cache(join))
+
+
+def join_gathering() -> None:
+    """Waits for all workers before the first collective within `collective_reads`."""
+    _gathers.value()
 
 
 def forget_kept(variable) -> None:
@@ -274,7 +288,7 @@ def forget_kept(variable) -> None:
 
 def is_gathering() -> bool:
     """Whether all workers read slots now; see `collective_reads`."""
-    return _gathers.value
+    return _gathers.value is not None
 
 
 class Watched(list):

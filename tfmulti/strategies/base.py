@@ -20,7 +20,7 @@ from tfmulti.step import (
     samples,
     wrapped_step,
 )
-from tfmulti.strategies import checks, feeds
+from tfmulti.strategies import checks, feeds, program_order
 
 
 def first_local_value(strategy: tf.distribute.Strategy, values):
@@ -132,12 +132,19 @@ class _KerasRepairs:
         returns the mean or sum over this worker's replicas, whose logs are global already.
         """
         is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
+        if axis is None and _is_state_of_metric(value) and tf.executing_eagerly():
+            # Keras reads a metric's result by a sum over all workers.
+            program_order.reach_together(self, "a read of a metric's result outside of a step")
         if not is_mean and axis is None:
             losses.refuse_sums_of_means(self.experimental_local_results(value))
         if axis == 0 and (_is_scalar(value) or any(log() is value for log in self._logs)):
             local = tf.stack(self.experimental_local_results(value))
             return tf.reduce_mean(local, axis=0) if is_mean else tf.reduce_sum(local, axis=0)
         return super().reduce(reduce_op, value, axis)
+
+    def reach_together(self, doing):
+        """Waits for all workers before a collective; raises ValueError if one does not come."""
+        program_order.reach_together(self, doing)
 
     def experimental_distribute_dataset(self, dataset, options=None):
         """Distributes a dataset; datasets of `tfmulti.data` distribute themselves."""
@@ -166,6 +173,12 @@ class _KerasRepairs:
             if on_demand:
                 return iterators.SplitBatches(dataset, self, on_demand=True, in_chunks=True)
         return super().experimental_distribute_dataset(dataset, options)
+
+
+def _is_state_of_metric(value) -> bool:
+    """Whether a value is a variable of which each replica has a part, as that of a metric."""
+    how = getattr(value, "synchronization", None)
+    return how == tf.VariableSynchronization.ON_READ
 
 
 def _replica_error(error) -> RuntimeError:

@@ -55,7 +55,7 @@ def prepare_callback(callback: keras.callbacks.Callback, model: keras.Model) -> 
         _refuse_backup("OrbaxCheckpoint", callback.directory)
     if isinstance(callback, _READERS) and not hasattr(callback.on_epoch_end, "__wrapped__"):
         for method in ("on_train_batch_end", "on_epoch_end"):
-            setattr(callback, method, _gathering(getattr(callback, method)))
+            setattr(callback, method, _gathering(getattr(callback, method), strategy))
     if not topology.is_chief(strategy):
         _redirect(callback)
 
@@ -171,12 +171,13 @@ def callbacks_for(model: keras.Model) -> tuple[list[keras.callbacks.Callback], .
     return [ReleaseGuard(), *first_step, *gathers], [*same, *again]
 
 
-def _gathering(method):
+def _gathering(method, strategy):
     """Wraps a callback's method, which runs on every worker, so that it can read sharded state."""
+    doing = f"{type(method.__self__).__name__}.{method.__name__}, which reads state of all workers"
 
     @functools.wraps(method)
     def call(*args, **kwargs):
-        with slots.collective_reads():
+        with slots.collective_reads(lambda: strategy.reach_together(doing)):
             return method(*args, **kwargs)
 
     return call

@@ -66,7 +66,19 @@ def end_pass(model) -> None:
     Raises:
         ValueError: If another worker goes on with the pass.
     """
-    strategy, doing = model.distribute_strategy, "the end of a pass over the data"
+    reach_together(model.distribute_strategy, "the end of a pass over the data")
+
+
+def reach_together(strategy: tf.distribute.Strategy, doing: str) -> None:
+    """Waits for all workers to come to the same place of the program, such as a collective read.
+
+    Args:
+        strategy: The strategy of this worker.
+        doing: The place, as text.
+
+    Raises:
+        ValueError: If another worker does something else, or does not come.
+    """
     compare_with_chief(strategy, doing, WAIT_TIMEOUT_S)
     _wait_for_others(strategy, doing)
 

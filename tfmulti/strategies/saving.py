@@ -27,15 +27,17 @@ def before_saving(model: keras.Model, with_optimizer: bool) -> None:
                 "it at the end of an epoch or after `fit`, in callbacks.Checkpoint or "
                 "ModelCheckpoint, or call tfmulti.average_weights(model) on every worker first."
             )
+        slots.join_gathering()
         local_steps.average_weights(model)
-    if not with_optimizer:
+    if not with_optimizer or accumulation.is_settled(model):
         return
-    if not is_alone:
-        accumulation.settle_compiled(model)
-    elif not accumulation.is_settled(model):
+    if is_alone:
         raise RuntimeError(
             "An optimizer can be saved only when all workers hold the same sums of gradients. "
             "Received: a save between two updates of `gradient_accumulation_steps`, on one worker. "
             "Save it after an update, at the end of an epoch or after `fit`, or in "
             "callbacks.Checkpoint or ModelCheckpoint; or save the weights alone."
         )
+    if slots.is_gathering():
+        slots.join_gathering()
+    accumulation.settle_compiled(model)
