@@ -8,6 +8,7 @@ import inspect
 
 import keras
 import tensorflow as tf
+from keras.src.trainers.data_adapters import array_data_adapter
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.ops import gen_experimental_dataset_ops
 
@@ -44,7 +45,8 @@ def prepare_callbacks(original, prepare, more):
 def only_iterators_in_use(original):
     """Leaves out the iterator that Keras creates after each epoch, and then does not use.
 
-    Creating one for several replicas takes longer than a short epoch, and it reads ahead.
+    Creating one for several replicas takes longer than a short epoch, and it reads ahead. Other
+    data than arrays and `distribute_train`'s may know of it: a shuffle has a new order for each.
 
     Args:
         original: `EpochIterator._enumerate_iterator`.
@@ -54,7 +56,8 @@ def only_iterators_in_use(original):
         steps = original(self)
         for step in steps:
             yield step
-            is_whole = self.steps_per_epoch is None and self._num_batches
+            is_known = _is_told_of_epochs(self.data_adapter) and self._num_batches
+            is_whole = self.steps_per_epoch is None and is_known
             if is_whole and self._steps_seen >= self._num_batches:
                 # The next line of Keras's function would create one.
                 steps.close()
@@ -63,6 +66,12 @@ def only_iterators_in_use(original):
                 return
 
     return enumerate_epoch
+
+
+def _is_told_of_epochs(adapter) -> bool:
+    """Whether the order of data in an epoch does not depend on how many iterators were created."""
+    is_own = hasattr(getattr(adapter, "_dataset", None), "distribute_to")
+    return is_own or isinstance(adapter, array_data_adapter.ArrayDataAdapter)
 
 
 def end_epochs(original, settle, agree):
