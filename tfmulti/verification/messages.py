@@ -114,6 +114,8 @@ def why_not_exact(error: ValueError | None, reason: str) -> str:
         reason: Why it could not be verified there, or "".
     """
     received = getattr(error, "received", "")
+    if error is not None and not received:
+        return str(error)
     return f"it differs there too ({received})" if received else reason or "it differs there too"
 
 
