@@ -81,6 +81,13 @@ def normalized(synchronized=False):
     return chain(*hidden, layers.ReLU(), *more)
 
 
+def adapted():
+    """Begins with a layer whose statistics are set before the training."""
+    first = layers.Normalization()
+    first.adapt(NUMBERS)
+    return chain(first, layers.Dense(16), layers.Dense(16))
+
+
 def frozen(synchronized=False):
     model = normalized(synchronized)
     model.trainable = False
@@ -266,6 +273,7 @@ TRAINED = {
         "copies": lambda: normalized(synchronized=True),
         "pipeline": {"micro_batches": 1},
     },
+    "adapted": {"model": adapted},
     "unfrozen": {
         "model": frozen,
         "copies": lambda: frozen(synchronized=True),
