@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 
 import numpy as np
@@ -11,7 +10,7 @@ import tensorflow as tf
 from tfmulti import keras_compat
 from tfmulti.parallel.answers import Answer, add_gradients
 from tfmulti.parallel.remote_step import RemoteStep
-from tfmulti.runtime.scoped import with_attributes
+from tfmulti.step.normalization import as_in_inference
 from tfmulti.step.rows import num_rows, some_rows
 from tfmulti.verification.custom_parts import local_normalization
 
@@ -44,7 +43,7 @@ def check(step: RemoteStep, batch, splits: bool) -> None:
             stacklevel=3,
         )
     # The rest of the model is compared.
-    with _as_in_inference(layers):
+    with as_in_inference(layers):
         _compare(step, batch, splits)
 
 
@@ -93,19 +92,6 @@ def _refuse_other_divisors(reductions):
                 "without ignore_class, or leave max_staleness out; each batch then goes to one "
                 "worker."
             )
-
-
-@contextlib.contextmanager
-def _as_in_inference(layers):
-    """Has batch normalizations use their moving statistics within the context."""
-    with contextlib.ExitStack() as stack:
-        for layer in layers:
-            stack.enter_context(with_attributes(layer, call=_call_in_inference(layer.call)))
-        yield
-
-
-def _call_in_inference(call):
-    return lambda inputs, training=None, **mask: call(inputs, training=False, **mask)
 
 
 def _compute_parts(step, batch, rows) -> list[Answer]:
