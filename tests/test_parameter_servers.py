@@ -650,6 +650,9 @@ def test_a_table_that_is_cut_takes_the_values_of_the_whole(on_servers, as_list):
     _, table = embedding(weights=[values] if as_list else values)
     assert len(table.embeddings.parts) == 2
     np.testing.assert_array_equal(table.embeddings.numpy(), values)
+    for other in (np.ones((50, 3)), np.ones((40, 2))):
+        with pytest.raises(ValueError, match=r"of \(40, 3\). Received: values of \((50, 3|40, 2)\)"):
+            table.embeddings.assign(other)
     table.set_weights([values[:20] + 1, values[20:] + 1])
     np.testing.assert_array_equal(table.embeddings.numpy(), values + 1)
     with pytest.raises(ValueError, match="expecting 2 weights"):
