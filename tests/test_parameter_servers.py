@@ -20,6 +20,7 @@ import pytest
 import tensorflow as tf
 
 import tfmulti
+from tfmulti.checkpoint.generations import CheckpointError
 from tfmulti.cluster import Cluster, ClusterError, network, resolve_cluster
 from tfmulti.cluster.peers import GONE, SILENT, THERE, Presence, probe
 from tfmulti.launch.config import LaunchConfig
@@ -651,12 +652,31 @@ def test_a_table_that_is_cut_takes_the_values_of_the_whole(on_servers, as_list):
     assert len(table.embeddings.parts) == 2
     np.testing.assert_array_equal(table.embeddings.numpy(), values)
     for other in (np.ones((50, 3)), np.ones((40, 2))):
-        with pytest.raises(ValueError, match=r"of \(40, 3\). Received: values of \((50, 3|40, 2)\)"):
+        with pytest.raises(
+            ValueError, match=r"of \(40, 3\). Received: values of \((50, 3|40, 2)\)"
+        ):
             table.embeddings.assign(other)
     table.set_weights([values[:20] + 1, values[20:] + 1])
     np.testing.assert_array_equal(table.embeddings.numpy(), values + 1)
     with pytest.raises(ValueError, match="expecting 2 weights"):
         table.set_weights([values[:3]])
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_a_run_with_a_table_that_is_cut_resumes_on_as_many_servers_only(
+    on_servers, monkeypatch, servers, tmp_path
+):
+    def train_on(servers):
+        monkeypatch.setattr(tf.distribute.get_strategy(), "num_servers", servers)
+        model, _ = embedding()
+        checkpoint = tfmulti.callbacks.Checkpoint(tmp_path)
+        model.fit(*IDS, batch_size=2, verbose=0, callbacks=[checkpoint])
+
+    on_servers(2)
+    train_on(2)
+    told = f"same number of parameter servers. Received: {servers} servers, and 2 in .*--num_ps 2"
+    with pytest.raises(CheckpointError, match=told):
+        train_on(servers)
 
 
 @pytest.mark.parametrize("servers", [1, 2])
