@@ -867,6 +867,15 @@ def test_eager_steps_are_refused_with_servers(monkeypatch):
         tfmulti.train_async(model, BATCH, batch_size=2)
 
 
+def test_layers_that_keep_a_state_of_rows_are_refused_with_servers(monkeypatch):
+    monkeypatch.setattr(asynchronous.keras_compat, "has_servers", lambda strategy: True)
+    layers = [keras.Input((4, 2), batch_size=2), keras.layers.LSTM(3, stateful=True)]
+    model = keras.Sequential(layers)
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="Received: lstm.*, stateful=True"):
+        tfmulti.train_async(model, (np.ones((4, 4, 2)), np.ones((4, 3))), batch_size=2)
+
+
 def test_metrics_that_a_step_updates_are_those_of_all_rows():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.0), "mse", metrics=["mae"])

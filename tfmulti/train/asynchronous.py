@@ -18,6 +18,7 @@ from tfmulti.parallel import remote_step, split_check
 from tfmulti.parallel.remote_step import RemoteStep
 from tfmulti.settings import check_type, check_whole_number
 from tfmulti.step.rows import zeros_of
+from tfmulti.strategies.checks import refuse_stateful
 from tfmulti.strategies.fit_callbacks import FirstStepFile
 from tfmulti.strategies.parameter_server import who_computes
 from tfmulti.train.remote_runs import RemoteRuns, SettledRequests, summarize_staleness
@@ -81,6 +82,7 @@ def train_async(
     # As `fit`, which takes a single one or None, too.
     callbacks = keras.tree.flatten(callbacks or ())
     _check(model, callbacks, max_staleness, epochs)
+    refuse_stateful(model)
     strategy = model.distribute_strategy
     train = _dataset(distribute_train, data, strategy, batch_size, seed=seed)
     test = None
