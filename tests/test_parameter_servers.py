@@ -191,10 +191,10 @@ def steps_of(model, batch=BATCH):
     return RemoteStep(model, spec, spec, lambda: tf.zeros([2], tf.int64))
 
 
-def train(step, *batches):
+def train(step, *batches, first=0):
     """Takes some steps, as the chief does; returns the answers."""
     answers = []
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(batches, first):
         answers.append(step.schedule(Here, batch, number)())
         step.apply(*add_gradients(answers[-1:]))
     return answers
@@ -806,7 +806,7 @@ class RunsHere:
 
     def train(self, batches, first, may_go_on, apply):
         for batch in batches:
-            [answer] = train(self.step, batch)
+            [answer] = train(self.step, batch, first=first)
             self.logs, self.metrics = mean_logs([answer]), answer.metrics
             apply(lambda: None)
 

@@ -192,6 +192,12 @@ class RemoteStep:
         results = self._results([tf.convert_to_tensor(metric) for metric in metrics], kind)
         return {name: plain(value) for name, value in results.items()}
 
+    def advance_seeds(self, steps: int) -> None:
+        """Sets the generators to what no step of this training has drawn, as `fit` leaves them."""
+        for variable in [*self._seeds, keras_compat.global_seed()]:
+            drawn = tf.constant([0, steps * _DRAWS_OF_STEP], tf.int64)
+            variable.assign_add(tf.cast(drawn, variable.dtype))
+
     def put_metrics(self, metrics: Sequence[np.ndarray]) -> None:
         """Sets the model's own metrics, which callbacks read after an epoch."""
         for variable, value in zip(self._metrics, metrics):

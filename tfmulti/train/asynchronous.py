@@ -136,6 +136,8 @@ class _Epochs:
         self._requests = requests
         every = [getattr(callback, "every_steps", None) for callback in chosen.callbacks]
         self._every = [each for each in every if each]
+        # Steps since training began, from which on no random numbers have been drawn.
+        self._next = 0
 
     def run(self, epochs):
         model, logs = self._model, {}
@@ -159,6 +161,8 @@ class _Epochs:
             model.optimizer.finalize_variable_values(model.trainable_weights)
         model.train_function = None
         self._callbacks.on_train_end(logs)
+        # A checkpoint has the generators as they were, and the number of the step.
+        self._step.advance_seeds(self._next)
 
     def _trace_again(self):
         """Traces the step again after `make_train_function(force=True)` in a callback."""
@@ -186,6 +190,7 @@ class _Epochs:
         # Checkpoints count the steps of the run, not of the epoch.
         batches = self._train.train_pass()
         runs.train(batches, first, lambda sent: self._may_go_on(first + sent), self._apply)
+        self._next = first - done + self._batch
         self._step.put_metrics(runs.metrics)
         logs = self._step.results(runs.metrics) | runs.logs
         return logs | summarize_staleness(runs.staleness)
