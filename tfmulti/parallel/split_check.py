@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.parallel.answers import Answer, add_gradients
 from tfmulti.parallel.remote_step import RemoteStep
-from tfmulti.step.normalization import as_in_inference
+from tfmulti.step import normalization
 from tfmulti.step.rows import num_rows, some_rows
 from tfmulti.verification.custom_parts import local_normalization
 
@@ -43,14 +44,27 @@ def check(step: RemoteStep, batch, splits: bool) -> None:
             stacklevel=3,
         )
     # The rest of the model is compared.
-    with as_in_inference(layers):
+    with normalization.as_in_inference(layers):
         _compare(step, batch, splits)
+
+
+def refuse_synchronized(model: keras.Model) -> None:
+    """Raises ValueError for synchronized batch normalization, if batches are split over workers."""
+    layers = [each for each in normalization.synchronized_layers(model) if each.trainable]
+    if layers:
+        raise ValueError(
+            "With `max_staleness=0` each batch is split over the workers, and batch normalization "
+            "cannot span the workers of parameter servers. Received: "
+            f"{layers[0].name}, synchronized=True. Use synchronized=False for the statistics of "
+            "each worker's rows, keras.layers.GroupNormalization, or leave max_staleness out; each "
+            "batch then goes to one worker."
+        )
 
 
 def _compare(step, batch, splits):
     rows = int(num_rows(batch))
     with keras_compat.noting_reductions() as reductions:
-        parts = _compute_parts(step, batch, rows)
+        parts = _compute_parts(step, batch, rows, splits)
     if splits:
         _refuse_other_divisors(reductions)
     if step.is_random:
@@ -94,10 +108,15 @@ def _refuse_other_divisors(reductions):
             )
 
 
-def _compute_parts(step, batch, rows) -> list[Answer]:
-    """Returns the answers to two parts of a batch."""
+def _compute_parts(step, batch, rows, splits=True) -> list[Answer]:
+    """Returns the answers to two parts of a batch, or to two batches."""
     first = _rows_of_first_part(rows)
-    return [step.compute_here(some_rows(batch, *each)) for each in ((0, first), (first, rows))]
+    return [
+        step.compute_here(
+            some_rows(batch, start, stop), share=(stop - start) / rows if splits else 1.0
+        )
+        for start, stop in ((0, first), (first, rows))
+    ]
 
 
 def _rows_of_first_part(rows):

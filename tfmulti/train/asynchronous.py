@@ -100,8 +100,11 @@ def train_async(
         step.check_train()
     if test is not None:
         step.check_test("validation_data")
+    splits = max_staleness == 0 and strategy.num_workers > 1
+    if splits:
+        split_check.refuse_synchronized(model)
     if strategy.verify != "never" and train.steps_left():
-        split_check.check(step, iter(train).peek(), max_staleness == 0 and strategy.num_workers > 1)
+        split_check.check(step, iter(train).peek(), splits)
     path = os.environ.get(environment.PROGRESS)
     chosen = keras.callbacks.CallbackList(
         [*([FirstStepFile(path)] if path else []), *callbacks],
