@@ -234,8 +234,15 @@ class Centered(layers.Layer):
 
 
 @pytest.mark.slow
-def test_a_layer_that_needs_the_whole_batch_is_told():
-    case = {"model": lambda: worker.chain(layers.Dense(8), Centered(), layers.Dense(8))}
+@pytest.mark.parametrize("others", [(), (layers.BatchNormalization,)])
+@pytest.mark.filterwarnings("ignore:Unsynchronized batch normalization")
+def test_a_layer_that_needs_the_whole_batch_is_told(others):
+    def build():
+        return worker.chain(
+            layers.Dense(8), *(each() for each in others), Centered(), layers.Dense(8)
+        )
+
+    case = {"model": build}
     model = create(case, DEVICES)
     before = model.get_weights()
     with pytest.raises(ValueError, match="in 3 micro-batches.*Centered.*micro_batches=1"):
@@ -248,6 +255,33 @@ def test_a_layer_that_needs_the_whole_batch_is_told():
 def test_a_layer_that_needs_the_whole_batch_is_exact_with_one_micro_batch():
     case = {"model": lambda: worker.chain(layers.Dense(8), Centered(), layers.Dense(8))}
     assert_exact(case, tolerance=0, micro_batches=1)
+
+
+class Adding(layers.Layer):
+    """Adds a loss of one number for each row, one for each column, and one for all."""
+
+    def call(self, inputs):
+        self.add_loss(0.01 * tf.square(inputs))
+        self.add_loss(0.01 * tf.reduce_mean(tf.square(inputs), axis=0))
+        self.add_loss(0.01 * tf.reduce_mean(tf.square(inputs)))
+        return inputs
+
+
+@pytest.mark.slow
+def test_losses_of_rows_that_a_layer_adds_are_added_up():
+    assert_exact({"model": lambda: worker.chain(layers.Dense(8), Adding(), layers.Dense(8))})
+
+
+@pytest.mark.slow
+def test_a_layer_that_gathers_rows_is_refused():
+    def build():
+        return worker.chain(layers.Dense(8), worker.Centered(), layers.Dense(8))
+
+    with pytest.raises(ValueError, match="3 micro-batches. .*gather_batch in a layer's call"):
+        fit(create({"model": build}, DEVICES), {})
+    # Without verification the step itself tells it.
+    with pytest.raises(RuntimeError, match="Received: gather_batch in a layer's call"):
+        fit(create({"model": build}, DEVICES, micro_batches=1), {})
 
 
 @pytest.mark.slow

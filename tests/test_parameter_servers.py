@@ -20,6 +20,7 @@ import pytest
 import tensorflow as tf
 
 import tfmulti
+from tfmulti.checkpoint.generations import CheckpointError
 from tfmulti.cluster import Cluster, ClusterError, network, resolve_cluster
 from tfmulti.cluster.peers import GONE, SILENT, THERE, Presence, probe
 from tfmulti.launch.config import LaunchConfig
@@ -28,6 +29,7 @@ from tfmulti.parallel.answers import Answer, add_gradients, mean_logs
 from tfmulti.parallel.remote_step import RemoteStep
 from tfmulti.runtime import command_line, processes
 from tfmulti.step import clipping
+from tfmulti.step import rows as rows_lib
 from tfmulti.strategies import factories
 from tfmulti.strategies.parameter_server import ServerLost, WorkersLost
 from tfmulti.strategies.task_monitor import TaskMonitor
@@ -190,10 +192,10 @@ def steps_of(model, batch=BATCH):
     return RemoteStep(model, spec, spec, lambda: tf.zeros([2], tf.int64))
 
 
-def train(step, *batches):
+def train(step, *batches, first=0):
     """Takes some steps, as the chief does; returns the answers."""
     answers = []
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(batches, first):
         answers.append(step.schedule(Here, batch, number)())
         step.apply(*add_gradients(answers[-1:]))
     return answers
@@ -477,6 +479,71 @@ def test_frozen_batch_normalization_uses_no_statistics_of_rows():
         check_split(normalized("sum_over_batch_size", trainable=False))
 
 
+def two_outputs():
+    """A model with a running mean of the loss of each output."""
+    given = keras.Input((3,))
+    outputs = {name: keras.layers.Dense(1, name=name)(given) for name in "ab"}
+    model = keras.Model(given, outputs)
+    model.compile("sgd", {"a": "mse", "b": "mse"})
+    return model, (X, {"a": X[:, :1], "b": X[:, 1:2]})
+
+
+class Tracking(Own):
+    """A step that keeps a running mean of its loss."""
+
+    def __init__(self):
+        super().__init__(lambda model, x: None)
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def train_step(self, data):
+        self.tracker.update_state(super().train_step(data)["loss"])
+        return {"loss": self.tracker.result()}
+
+
+def tracking():
+    model = Tracking()
+    model.compile("sgd")
+    return model, BATCH
+
+
+def errors(y, predicted):
+    return keras.ops.mean((y - predicted) ** 2)
+
+
+def by_function():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=[errors])
+    return model, BATCH
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("build", [tracking, two_outputs, by_function])
+def test_a_step_counts_once_in_a_running_mean_if_its_batch_is_split(build):
+    model, batch = build()
+    step = steps_of(model, batch)
+    tensors = tf.nest.map_structure(tf.constant, batch)
+    for splits in (True, False):
+        split_check.check(step, tensors, splits)
+    states = step.first_metrics
+    for start, stop, share in ((0, 5, 5 / 12), (5, 12, 7 / 12)):
+        answer = step.schedule(Here, rows_lib.some_rows(tensors, start, stop), 0, 0, share)()
+        states = [old + new for old, new in zip(states, answer.metrics)]
+    [whole] = train(step, batch)
+    assert step.results(states) == pytest.approx(step.results(whole.metrics))
+
+
+def test_synchronized_normalization_is_refused_where_batches_are_split():
+    model = normalized("sum_over_batch_size").model
+    split_check.refuse_synchronized(model)
+    tfmulti.synchronize_batch_normalization(model)
+    with pytest.raises(ValueError, match="cannot span .*batch_normalization.*synchronized=False"):
+        split_check.refuse_synchronized(model)
+
+
 @pytest.mark.slow
 def test_batch_normalization_trains_after_the_check_as_before():
     step = normalized("sum_over_batch_size")
@@ -650,10 +717,32 @@ def test_a_table_that_is_cut_takes_the_values_of_the_whole(on_servers, as_list):
     _, table = embedding(weights=[values] if as_list else values)
     assert len(table.embeddings.parts) == 2
     np.testing.assert_array_equal(table.embeddings.numpy(), values)
+    for other in (np.ones((50, 3)), np.ones((40, 2))):
+        with pytest.raises(
+            ValueError, match=r"of \(40, 3\). Received: values of \((50, 3|40, 2)\)"
+        ):
+            table.embeddings.assign(other)
     table.set_weights([values[:20] + 1, values[20:] + 1])
     np.testing.assert_array_equal(table.embeddings.numpy(), values + 1)
     with pytest.raises(ValueError, match="expecting 2 weights"):
         table.set_weights([values[:3]])
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_a_run_with_a_table_that_is_cut_resumes_on_as_many_servers_only(
+    on_servers, monkeypatch, servers, tmp_path
+):
+    def train_on(servers):
+        monkeypatch.setattr(tf.distribute.get_strategy(), "num_servers", servers)
+        model, _ = embedding()
+        checkpoint = tfmulti.callbacks.Checkpoint(tmp_path)
+        model.fit(*IDS, batch_size=2, verbose=0, callbacks=[checkpoint])
+
+    on_servers(2)
+    train_on(2)
+    told = f"same number of parameter servers. Received: {servers} servers, and 2 in .*--num_ps 2"
+    with pytest.raises(CheckpointError, match=told):
+        train_on(servers)
 
 
 @pytest.mark.parametrize("servers", [1, 2])
@@ -783,7 +872,7 @@ class RunsHere:
 
     def train(self, batches, first, may_go_on, apply):
         for batch in batches:
-            [answer] = train(self.step, batch)
+            [answer] = train(self.step, batch, first=first)
             self.logs, self.metrics = mean_logs([answer]), answer.metrics
             apply(lambda: None)
 
@@ -820,6 +909,32 @@ def test_a_callback_that_has_the_step_traced_again_changes_it():
     assert model.train_function is None
 
 
+@pytest.mark.slow
+def test_a_layer_that_a_callback_unfreezes_learns():
+    layers = [keras.layers.Dense(2, trainable=False), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((3,)), *layers])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.optimizer.build(model.weights)
+    kernels = []
+
+    def begin(epoch, logs):
+        kernels.append(layers[0].kernel.numpy())
+        if epoch:
+            layers[0].trainable = True
+            model.make_train_function(force=True)
+
+    epochs_of(model, on_epoch_begin=begin)
+    assert (kernels[0] == kernels[1]).all() and (kernels[1] != layers[0].kernel.numpy()).all()
+
+
+@pytest.mark.slow
+def test_another_call_draws_other_numbers():
+    model = own(lambda model, x: {"drawn": keras.random.normal((), seed=model.generator)})
+    model.generator = keras.random.SeedGenerator(1)
+    drawn = [*epochs_of(model)["drawn"], *epochs_of(model)["drawn"]]
+    assert len(set(drawn)) == 4
+
+
 def test_a_model_that_is_compiled_during_training_is_told():
     model = staged()
     with pytest.raises(ValueError, match="`compile` must not be called during training"):
@@ -842,6 +957,15 @@ def test_eager_steps_are_refused_with_servers(monkeypatch):
     model = own(lambda model, x: None, run_eagerly=True)
     with pytest.raises(ValueError, match="as graphs.*Compile it without run_eagerly=True"):
         tfmulti.train_async(model, BATCH, batch_size=2)
+
+
+def test_layers_that_keep_a_state_of_rows_are_refused_with_servers(monkeypatch):
+    monkeypatch.setattr(asynchronous.keras_compat, "has_servers", lambda strategy: True)
+    layers = [keras.Input((4, 2), batch_size=2), keras.layers.LSTM(3, stateful=True)]
+    model = keras.Sequential(layers)
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="Received: lstm.*, stateful=True"):
+        tfmulti.train_async(model, (np.ones((4, 4, 2)), np.ones((4, 3))), batch_size=2)
 
 
 def test_metrics_that_a_step_updates_are_those_of_all_rows():

@@ -81,6 +81,13 @@ def normalized(synchronized=False):
     return chain(*hidden, layers.ReLU(), *more)
 
 
+def adapted():
+    """Begins with a layer whose statistics are set before the training."""
+    first = layers.Normalization()
+    first.adapt(NUMBERS)
+    return chain(first, layers.Dense(16), layers.Dense(16))
+
+
 def frozen(synchronized=False):
     model = normalized(synchronized)
     model.trainable = False
@@ -266,6 +273,7 @@ TRAINED = {
         "copies": lambda: normalized(synchronized=True),
         "pipeline": {"micro_batches": 1},
     },
+    "adapted": {"model": adapted},
     "unfrozen": {
         "model": frozen,
         "copies": lambda: frozen(synchronized=True),
@@ -340,6 +348,50 @@ def chosen_differences(strategy, folder, name):
 class Centered(layers.Layer):
     def call(self, inputs):
         return inputs - tf.reduce_mean(tfmulti.gather_batch(inputs), axis=0)
+
+
+class OfMicroBatch(layers.Layer):
+    def call(self, inputs):
+        return inputs - tf.reduce_mean(inputs, axis=0)
+
+
+class Averaging(layers.Layer):
+    """Keeps a moving mean of what it is given."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=shape[-1:], trainable=False, initializer="zeros")
+
+    def call(self, inputs):
+        mean = tf.reduce_mean(inputs, axis=0)
+        self.mean.assign(0.9 * self.mean + 0.1 * tf.stop_gradient(mean))
+        return inputs
+
+
+def beside_normalization(strategy, folder, name):
+    """What the check before training tells of models with batch normalization in stages."""
+    keras.config.set_floatx("float64")
+
+    def told_of(*others):
+        hidden = (layers.BatchNormalization(), *others, layers.Dense(8))
+        model = create(strategy, {"model": lambda: chain(layers.Dense(8), *hidden)})
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            error = cases.message_of(lambda: model.fit(batches(strategy, {}), verbose=0))
+        return [error, *(str(each.message) for each in told if each.category is UserWarning)]
+
+    return {"own": told_of(OfMicroBatch()), "none": told_of()}
+
+
+def state_in_half_precision(strategy, folder, name):
+    """The moving mean of a layer that computes in bfloat16."""
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    case = {"model": lambda: chain(Averaging(), layers.Dense(8), layers.Dense(8))}
+    strategy.verify = "never"
+    model = create(strategy, case)
+    error = cases.message_of(lambda: model.fit(batches(strategy, case), verbose=0))
+    keras.config.set_dtype_policy("float32")
+    mean = model.layers[0].mean
+    return [error, mean.dtype, float(keras.ops.sum(mean))]
 
 
 class Subclassed(keras.Model):
@@ -443,6 +495,8 @@ CASES = {
     "verified by auto": verified_by_auto,
     "synchronized copies": synchronized_copies,
     "chosen differences": chosen_differences,
+    "beside normalization": beside_normalization,
+    "state in half precision": state_in_half_precision,
     "refusals": refusals,
 }
 

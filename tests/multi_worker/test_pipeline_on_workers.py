@@ -22,7 +22,8 @@ def fast_fixture(over_mpi):
 
 @pytest.fixture(scope="module", name="slow")
 def slow_fixture(run_over_mpi, tmp_path_factory):
-    names = (*SLOW, "life", "chosen differences")
+    names = (*SLOW, "life", "chosen differences", "beside normalization")
+    names += ("state in half precision",)
     return run_over_mpi(tmp_path_factory.mktemp("pipeline"), names)
 
 
@@ -92,7 +93,7 @@ def test_micro_batches_have_random_numbers_and_statistics_of_their_own(slow):
 
 @pytest.fixture(scope="module", name="two_stages")
 def two_stages_fixture(run_over_mpi, tmp_path_factory):
-    names = (*ON_FOUR, "verified by auto", "synchronized copies")
+    names = (*ON_FOUR, "verified by auto", "synchronized copies", "beside normalization")
     return run_on_four(run_over_mpi, tmp_path_factory, names, 2)
 
 
@@ -111,6 +112,30 @@ def run_on_four(run_over_mpi, tmp_path_factory, names, stages):
 def test_four_workers_as_stages_and_as_copies_of_stages(two_stages, four_stages, name):
     assert_exact(two_stages, name)
     assert_exact(four_stages, name)
+
+
+def assert_verified_beside_normalization(seen):
+    for each in (worker_seen["beside normalization"] for worker_seen in seen):
+        assert "Likely cause: local batch statistics, in OfMicroBatch" in each["own"][0]
+        error, *told = each["none"]
+        assert error == "nothing" and len(told) == 1
+        assert "each micro-batch's own rows" in told[0]
+
+
+@pytest.mark.slow
+def test_batch_normalization_in_stages_hides_nothing_else(slow):
+    assert_verified_beside_normalization(slow)
+
+
+@pytest.mark.slow
+def test_models_with_batch_normalization_are_verified_in_copies_of_stages(two_stages):
+    assert_verified_beside_normalization(two_stages)
+
+
+@pytest.mark.slow
+def test_state_of_a_layer_in_half_precision_is_sent_in_its_own_dtype(slow):
+    one, other = (worker_seen["state in half precision"] for worker_seen in slow)
+    assert one == other and one[:2] == ["nothing", "float32"] and one[2] > 0
 
 
 @pytest.mark.slow

@@ -70,6 +70,7 @@ def take_snapshot(
         "begun": begun,
         "position": _position_of(dataset, within_epoch),
         "num_replicas": model.distribute_strategy.num_replicas_in_sync,
+        "num_servers": _num_servers(model),
         "data": _order_of(dataset),
         "history": history_of(model, epoch if within_epoch else None),
         "stopped_early": stopped_early(model, callbacks),
@@ -171,12 +172,23 @@ def _put_back(state: dict, tensors: dict, model: keras.Model, callbacks: Sequenc
     random_states.put_back(state, model)
 
 
-def _compare(generation, variables):
+def _num_servers(model) -> int:
+    return getattr(model.distribute_strategy, "num_servers", 0)
+
+
+def _compare(generation, variables, num_servers):
     kept = generation.tensors
     mine = {name: _kind_of(variable) for name, variable in variables.items()}
     needed = {n for n in kept.keys() | mine.keys() if n.startswith(("model/", "optimizer/"))}
     needed |= kept.keys() & mine.keys()
     differing = sorted(n for n in needed if not _is_alike(kept.get(n), mine.get(n)))
+    before = generation.state.get("num_servers", num_servers)
+    if differing and before != num_servers:
+        raise generations.CheckpointError(
+            "A run whose embeddings are partitioned must resume with the same number of parameter "
+            f"servers. Received: {num_servers} servers, and {before} in {generation.path}. "
+            f"Start {before} servers (--num_ps {before}), or give another folder."
+        )
     if differing:
         name = differing[0]
         variable = variables.get(name)
@@ -261,7 +273,7 @@ def resume(
         optimizers.check_classes(state, model)
         optimizers.build(state, model)
         variables = named_variables(model)
-        _compare(generation, variables)
+        _compare(generation, variables, _num_servers(model))
         # The state is the chief's, whose part of a model that is divided has the same variables.
         on_chief(strategy, lambda: optimizers.check_updated(state, model))
         skip = {name for name, variable in variables.items() if not _is_here(variable)}

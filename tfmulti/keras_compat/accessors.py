@@ -14,6 +14,7 @@ from keras.src.losses import loss as keras_loss
 from tensorflow.python.data.ops import dataset_ops
 
 from tfmulti import marks
+from tfmulti.keras_compat.held import HeldVariable
 from tfmulti.keras_compat.reference import operations_of
 from tfmulti.keras_compat.stock import is_stock
 
@@ -95,8 +96,13 @@ def states_from_rows(
             states += layer._non_trainable_variables
     unique = {id(variable): variable for variable in states}.values()
     is_float = keras.backend.is_float_dtype
-    # With any other aggregation TensorFlow makes one value of what the replicas assign.
-    return [v for v in unique if v.aggregation == "none" and is_float(v.dtype)]
+    # With any other aggregation TensorFlow makes one value of what the replicas assign. What one
+    # worker holds for all, as the statistics of an adapted `Normalization`, no call may assign.
+    return [
+        v
+        for v in unique
+        if v.aggregation == "none" and is_float(v.dtype) and not isinstance(v, HeldVariable)
+    ]
 
 
 def stateful_layers(model: keras.Model) -> list[keras.layers.Layer]:

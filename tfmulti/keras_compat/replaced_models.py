@@ -357,6 +357,24 @@ def around(original, function):
 
 
 @contextlib.contextmanager
+def means_updated_by(update) -> Iterator[None]:
+    """Passes updates of running means and sums to another function within the context.
+
+    Args:
+        update: Function of `Mean.update_state` or `Sum.update_state`, and its arguments.
+    """
+    kinds = keras.metrics.Mean, keras.metrics.Sum
+    originals = [kind.update_state for kind in kinds]
+    for kind, original in zip(kinds, originals):
+        kind.update_state = around(original, update)
+    try:
+        yield
+    finally:
+        for kind, original in zip(kinds, originals):
+            kind.update_state = original
+
+
+@contextlib.contextmanager
 def noting_reductions() -> Iterator[list[tuple[str | None, bool, bool]]]:
     """Notes the losses of Keras's kind that are reduced to a number within the context.
 

@@ -110,7 +110,16 @@ class PartitionedTable:
         return np.concatenate([keras.ops.convert_to_numpy(part) for part in self.parts])
 
     def assign(self, values) -> None:
-        """Sets all rows."""
+        """Sets all rows.
+
+        Raises:
+            ValueError: If they are not as many, or have another length.
+        """
+        if tuple(np.shape(values)) != self.shape:
+            raise ValueError(
+                f"A layer expects a table of {self.shape}. Received: values of "
+                f"{tuple(np.shape(values))}. Create the layer with their input_dim and output_dim."
+            )
         for part, (start, stop) in zip(self.parts, _ranges_of(self.parts)):
             part.assign(values[start:stop])
 

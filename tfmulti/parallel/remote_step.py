@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfmulti import keras_compat
 from tfmulti.parallel import partitioned, step_checks
 from tfmulti.parallel.answers import Answer, plain
-from tfmulti.parallel.step_logs import StepLogs
+from tfmulti.parallel.step_logs import StepLogs, counting_as
 from tfmulti.runtime.scoped import with_attributes
 from tfmulti.step import model_contents
 from tfmulti.step import rows as rows_lib
@@ -49,12 +49,8 @@ class RemoteStep:
         self.model, self._who, self.is_random = model, who, False
         with model.distribute_strategy.scope():
             self._updates = tf.Variable(0, trainable=False, dtype=tf.int64, name="tfmulti_updates")
-        seeds = [v for v in model.non_trainable_variables if keras_compat.is_seed_state(v)]
-        self._states = [
-            v for v in model.non_trainable_variables if not keras_compat.is_seed_state(v)
-        ]
-        self._seeds, self._metrics = seeds, list(model.metrics_variables)
-        self._weights = list(model.trainable_variables)
+        self._metrics = list(model.metrics_variables)
+        self._find_variables()
         # The following are known once a step is traced.
         self._variables: list[keras.Variable] = []
         self._sparse: list[bool] = []
@@ -65,14 +61,25 @@ class RemoteStep:
         self._scale = model.optimizer.dynamic_scale if is_scaling else None
         self.first_metrics = self._reset_metrics()
         number, state = tf.TensorSpec([], tf.int64), tf.TensorSpec([2], tf.int64)
-        numbers = [number, number, state]
+        numbers = [number, number, state, tf.TensorSpec([], tf.float64)]
         self._train = tf.function(self._train_on, input_signature=[element_spec, *numbers])
         self._test = tf.function(self._test_on, input_signature=[test_spec, number, state])
         self._apply = tf.function(self._apply_now, reduce_retracing=True)
         self._results = tf.function(self._results_of)
-        self._here = None
+        begin = [tf.TensorSpec(each.shape, each.dtype) for each in self.first_metrics]
+        # As on workers, which know no number of rows: Keras then counts some losses otherwise.
+        signature = [element_spec, *numbers, begin]
+        self._here = tf.function(self._compute_alike, input_signature=signature)
 
-    def schedule(self, coordinator, batch, step: int, part: int = 0) -> Callable[[], Answer]:
+    def _find_variables(self) -> None:
+        states = self.model.non_trainable_variables
+        self._seeds = [v for v in states if keras_compat.is_seed_state(v)]
+        self._states = [v for v in states if not keras_compat.is_seed_state(v)]
+        self._weights = list(self.model.trainable_variables)
+
+    def schedule(
+        self, coordinator, batch, step: int, part: int = 0, share: float = 1.0
+    ) -> Callable[[], Answer]:
         """Sends a step to a worker; returns a function that waits for its answer.
 
         Args:
@@ -80,8 +87,9 @@ class RemoteStep:
             batch: The rows.
             step: The number of the step since training began, from 0.
             part: The number of this part of the step's batch.
+            share: The part's share of the batch's rows.
         """
-        remote = coordinator.schedule(self._train, args=(batch, *_numbers(step, part)))
+        remote = coordinator.schedule(self._train, args=(batch, *_numbers(step, part, share)))
         return lambda: self._answer(remote.fetch())
 
     def check_train(self) -> None:
@@ -109,6 +117,8 @@ class RemoteStep:
 
         Call it when no step is under way.
         """
+        # A callback may have frozen layers, or the reverse.
+        self._find_variables()
         self._train = tf.function(self._train_on, input_signature=self._train.input_signature)
         self._apply = tf.function(self._apply_now, reduce_retracing=True)
         self._results = tf.function(self._results_of)
@@ -143,11 +153,13 @@ class RemoteStep:
             batch: The rows.
             step: The number of the step in this evaluation, from 0.
         """
-        number, _, state = _numbers(step, 0)
+        number, _, state, _ = _numbers(step, 0)
         remote = coordinator.schedule(self._test, args=(batch, number, state))
         return lambda: remote.fetch()
 
-    def compute_here(self, batch, metrics: Sequence[np.ndarray] | None = None) -> Answer:
+    def compute_here(
+        self, batch, metrics: Sequence[np.ndarray] | None = None, share: float = 1.0
+    ) -> Answer:
         """Computes the first step of training in this process, and changes nothing.
 
         All rows draw the same random numbers, so that parts of a batch can be compared with it.
@@ -155,11 +167,11 @@ class RemoteStep:
         Args:
             batch: The rows.
             metrics: The metrics' states before the step; None for those of an epoch's beginning.
+            share: Which share of the step's batch the rows are.
         """
-        if self._here is None:
-            self._here = tf.function(self._compute_alike, reduce_retracing=True)
         begin = self.first_metrics if metrics is None else metrics
-        here = self._here(batch, *_numbers(0, 0), [tf.convert_to_tensor(each) for each in begin])
+        begin = [tf.convert_to_tensor(each) for each in begin]
+        here = self._here(batch, *_numbers(0, 0, share), begin)
         computed = tf.nest.map_structure(lambda x: x.numpy(), here)
         return self._answer((0, (0, 0), rows_lib.num_rows(batch), *computed))
 
@@ -192,6 +204,12 @@ class RemoteStep:
         results = self._results([tf.convert_to_tensor(metric) for metric in metrics], kind)
         return {name: plain(value) for name, value in results.items()}
 
+    def advance_seeds(self, steps: int) -> None:
+        """Sets the generators to what no step of this training has drawn, as `fit` leaves them."""
+        for variable in [*self._seeds, keras_compat.global_seed()]:
+            drawn = tf.constant([0, steps * _DRAWS_OF_STEP], tf.int64)
+            variable.assign_add(tf.cast(drawn, variable.dtype))
+
     def put_metrics(self, metrics: Sequence[np.ndarray]) -> None:
         """Sets the model's own metrics, which callbacks read after an epoch."""
         for variable, value in zip(self._metrics, metrics):
@@ -205,15 +223,15 @@ class RemoteStep:
             int(updates), int(who[0]), int(who[1]), int(rows), gradients, changes, metrics, logs
         )
 
-    def _train_on(self, batch, step, part, drawn):
+    def _train_on(self, batch, step, part, drawn, share):
         updates = self._updates.read_value()
         with tf.control_dependencies([updates]):
             who = self._who()
             begin = map(tf.constant, self.first_metrics)
-            computed = self._compute("train", batch, step, part, drawn, begin)
+            computed = self._compute("train", batch, step, part, drawn, share, begin)
         return updates, who, rows_lib.num_rows(batch), *computed
 
-    def _compute(self, kind, batch, step, part, drawn, metrics):
+    def _compute(self, kind, batch, step, part, drawn, share, metrics):
         seeds = self._seeds_of(step, part, drawn)
         before = [tf.identity(v.value) for v in self._states]
         state = [*seeds, *zip(self._states, before), *zip(self._metrics, metrics)]
@@ -222,7 +240,7 @@ class RemoteStep:
             state.append((self._scale, tf.identity(self._scale.value)))
         with keras_compat.RecordingScope(state) as scope:
             _let_read(scope, self._weights)
-            with self._logs["train"].noting_results():
+            with self._logs["train"].noting_results(), counting_as(share):
                 gradients, logs = self._run_step(batch)
             logs = self._logs["train"].others(scope, logs)
             after = [_value_in(scope, v) for v in self._states]
@@ -234,9 +252,9 @@ class RemoteStep:
         self._changed[kind] = [v for v, _ in changed]
         return gradients, [change for _, change in changed], metrics, logs
 
-    def _compute_alike(self, batch, step, part, drawn, metrics):
+    def _compute_alike(self, batch, step, part, drawn, share, metrics):
         with keras_compat.fixed_random_numbers(lambda: (0, 1)) as draws:
-            computed = self._compute("here", batch, step, part, drawn, metrics)
+            computed = self._compute("here", batch, step, part, drawn, share, metrics)
         self.is_random = bool(draws.not_replaced)
         return computed
 
@@ -348,13 +366,13 @@ def build(model: keras.Model, batch) -> None:
             model.optimizer.build(model.trainable_variables)
 
 
-def _numbers(step, part) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Returns what a step draws random numbers by: its numbers, and the state of Keras's seed.
+def _numbers(step, part, share=1.0) -> tuple[tf.Tensor, ...]:
+    """Returns a step's numbers, the state of Keras's seed, and the part's share of the rows.
 
     Keras's seed is a variable of the chief's, which workers do not read.
     """
     numbers = (step, part, keras_compat.global_seed_state())
-    return tuple(tf.constant(each, tf.int64) for each in numbers)
+    return *(tf.constant(each, tf.int64) for each in numbers), tf.constant(share, tf.float64)
 
 
 def _let_read(scope, variables) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.parallel.answers import Answer, add_gradients
 from tfmulti.parallel.remote_step import RemoteStep
-from tfmulti.runtime.scoped import with_attributes
+from tfmulti.step import normalization
 from tfmulti.step.rows import num_rows, some_rows
 from tfmulti.verification.custom_parts import local_normalization
 
@@ -44,14 +44,27 @@ def check(step: RemoteStep, batch, splits: bool) -> None:
             stacklevel=3,
         )
     # The rest of the model is compared.
-    with _as_in_inference(layers):
+    with normalization.as_in_inference(layers):
         _compare(step, batch, splits)
+
+
+def refuse_synchronized(model: keras.Model) -> None:
+    """Raises ValueError for synchronized batch normalization, if batches are split over workers."""
+    layers = [each for each in normalization.synchronized_layers(model) if each.trainable]
+    if layers:
+        raise ValueError(
+            "With `max_staleness=0` each batch is split over the workers, and batch normalization "
+            "cannot span the workers of parameter servers. Received: "
+            f"{layers[0].name}, synchronized=True. Use synchronized=False for the statistics of "
+            "each worker's rows, keras.layers.GroupNormalization, or leave max_staleness out; each "
+            "batch then goes to one worker."
+        )
 
 
 def _compare(step, batch, splits):
     rows = int(num_rows(batch))
     with keras_compat.noting_reductions() as reductions:
-        parts = _compute_parts(step, batch, rows)
+        parts = _compute_parts(step, batch, rows, splits)
     if splits:
         _refuse_other_divisors(reductions)
     if step.is_random:
@@ -95,23 +108,15 @@ def _refuse_other_divisors(reductions):
             )
 
 
-@contextlib.contextmanager
-def _as_in_inference(layers):
-    """Has batch normalizations use their moving statistics within the context."""
-    with contextlib.ExitStack() as stack:
-        for layer in layers:
-            stack.enter_context(with_attributes(layer, call=_call_in_inference(layer.call)))
-        yield
-
-
-def _call_in_inference(call):
-    return lambda inputs, training=None, **mask: call(inputs, training=False, **mask)
-
-
-def _compute_parts(step, batch, rows) -> list[Answer]:
-    """Returns the answers to two parts of a batch."""
+def _compute_parts(step, batch, rows, splits=True) -> list[Answer]:
+    """Returns the answers to two parts of a batch, or to two batches."""
     first = _rows_of_first_part(rows)
-    return [step.compute_here(some_rows(batch, *each)) for each in ((0, first), (first, rows))]
+    return [
+        step.compute_here(
+            some_rows(batch, start, stop), share=(stop - start) / rows if splits else 1.0
+        )
+        for start, stop in ((0, first), (first, rows))
+    ]
 
 
 def _rows_of_first_part(rows):

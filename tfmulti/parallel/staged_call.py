@@ -15,7 +15,14 @@ import tensorflow as tf
 from tfmulti import keras_compat, marks
 from tfmulti.parallel.connections import Connections
 from tfmulti.parallel.cutting import Cut
-from tfmulti.parallel.stages import Boundary, Stage, StageTrace, stages_of, trace_stages
+from tfmulti.parallel.stages import (
+    Boundary,
+    Stage,
+    StageTrace,
+    added_up,
+    stages_of,
+    trace_stages,
+)
 from tfmulti.step import normalization
 from tfmulti.step.sums import values_of_gradient, with_values
 
@@ -226,7 +233,7 @@ class StagedCall:
         results = plan.connections.watch(self._run_stages(plan, before, flat))
         values, losses = plan.outputs.values(results)
         for loss in losses:
-            keras.layers.Layer.add_loss(self._model, tf.reduce_mean(loss))
+            keras.layers.Layer.add_loss(self._model, added_up(loss))
         return self._cut.pack_outputs(values)
 
     def _refuse_new_weights(self) -> None:

@@ -18,7 +18,7 @@ from tfmulti.step.rows import as_current
 class Boundary:
     """Describes the tensors before or after a stage: values, then their masks, then added losses.
 
-    An added loss is passed on as a vector with an entry for each row.
+    An added loss is passed on as a row of two numbers for each row; see `_loss_by_rows`.
 
     Attributes:
         tensors: Ids of the model's symbolic tensors whose values are passed on.
@@ -40,7 +40,7 @@ class Boundary:
         Args:
             tensors: Ids of the model's symbolic tensors.
             values: Their values by id.
-            losses: Vectors with an entry for each row.
+            losses: Added losses, as `_loss_by_rows` returns them.
             like: A `Boundary` of the same tensors that was made in a graph, where activations
                 can be recognized.
         """
@@ -148,13 +148,31 @@ class Stage:
         with as_current(None), parameters.stage(), local, scope:
             results = self._part.model(given if len(given) > 1 else given[0], training=training)
         values.update(zip(self._part.outputs, keras.tree.flatten(results)))
-        rows = tf.shape(given[0])[:1]
-        losses += [tf.fill(rows, loss) for loss in scope.losses]
+        losses += [_loss_by_rows(loss, given[0]) for loss in scope.losses]
         after, flat = Boundary.of(self._outputs, values, losses, after)
         new = {id(variable): (variable, value) for variable, value in state}
         for variable in scope.updated.values():
             new[id(variable)] = variable, scope.get_current_value(variable)
         return after, flat, list(new.values())
+
+
+def _loss_by_rows(loss, given) -> tf.Tensor:
+    """Returns an added loss as two columns: one to take the mean of, and one to add up.
+
+    Keras adds up a loss of several numbers. Those of rows are added over all micro-batches; any
+    other loss is of the micro-batch, and the batch's is the mean.
+    """
+    rows = tf.shape(given)[:1]
+    if loss.shape.rank and loss.shape[0] == given.shape[0]:
+        of_rows = tf.reduce_sum(loss, axis=range(1, loss.shape.rank))
+        return tf.stack([tf.zeros_like(of_rows), of_rows], axis=1)
+    of_all = tf.fill(rows, tf.reduce_sum(loss))
+    return tf.stack([of_all, tf.zeros_like(of_all)], axis=1)
+
+
+def added_up(loss: tf.Tensor) -> tf.Tensor:
+    """Returns an added loss as one number, from what the stages have passed on."""
+    return tf.reduce_mean(loss[:, 0]) + tf.reduce_sum(loss[:, 1])
 
 
 def stages_of(cut: Cut) -> list[Stage]:

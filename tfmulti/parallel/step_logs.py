@@ -8,7 +8,26 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
+from tfmulti import keras_compat
 from tfmulti.runtime.scoped import with_attributes
+
+
+def counting_as(share: tf.Tensor) -> contextlib.AbstractContextManager:
+    """Makes running means and sums count one number of a step as a share of it.
+
+    On one device a step counts once in them. The shares of a batch's parts, by their rows, add up
+    to that, and the numbers to the mean over all rows.
+
+    Args:
+        share: The share.
+    """
+
+    def update(original, metric, values, sample_weight=None):
+        if sample_weight is None and keras.ops.ndim(values) == 0:
+            sample_weight = share if tf.convert_to_tensor(values).dtype.is_floating else None
+        return original(metric, values, sample_weight)
+
+    return keras_compat.means_updated_by(update)
 
 
 class StepLogs:

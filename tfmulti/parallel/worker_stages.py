@@ -321,9 +321,11 @@ class _WorkerPass:
         """Assigns the variables that the stages have updated, on all workers of each copy."""
         pairs = [(stage, v) for stage, each in enumerate(self._plan.traces) for v in each.updated]
         own = dict(zip(map(id, self._trace.updated), self._run.updates, strict=True))
+        # In the variables' own dtypes: those that a call casts to have other sizes.
+        now = keras_compat.values_of(variable for _, variable in pairs)
         values = [
-            own[id(variable)] if stage == self._me else tf.zeros(variable.shape, variable.dtype)
-            for stage, variable in pairs
+            own[id(variable)] if stage == self._me else value
+            for (stage, variable), value in zip(pairs, now)
         ]
         received = list(values)
         for first in range(0, topology.num_workers(self._strategy), self._number):

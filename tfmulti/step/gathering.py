@@ -66,18 +66,19 @@ def gather_batch(structure):
     for part in parts:
         if isinstance(part, keras.KerasTensor):
             raise _refusal("rows of a step", part, "Call it in the `call` of a custom layer.")
-    if context is None or context.num_replicas_in_sync == 1 or not indices:
-        return structure
-    # In a loss of the whole batch these are the rows of all replicas already.
-    if losses.has_whole_batch():
-        return structure
-    replica_batch = current_replica_batch()
+    # Stages on the devices of one replica have micro-batches, too.
     if parameters.is_stage():
         raise RuntimeError(
             "A layer of a pipeline has the rows of one micro-batch at a time. Received: "
             "gather_batch in a layer's call. Call it in the loss or in `train_step`, or leave "
             "tfmulti.pipeline out."
         )
+    if context is None or context.num_replicas_in_sync == 1 or not indices:
+        return structure
+    # In a loss of the whole batch these are the rows of all replicas already.
+    if losses.has_whole_batch():
+        return structure
+    replica_batch = current_replica_batch()
     sent = [keras_compat.WithLogits(parts[index]) for index in indices]
     own = [_own_rows(tensor, replica_batch) for each in sent for tensor in each.tensors]
     whole = _gather(own)

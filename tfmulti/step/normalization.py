@@ -61,3 +61,16 @@ def synchronized(layers, value: bool) -> Iterator[None]:
         for layer in layers:
             stack.enter_context(with_attributes(layer, synchronized=value))
         yield
+
+
+@contextlib.contextmanager
+def as_in_inference(layers) -> Iterator[None]:
+    """Has batch normalizations use their moving statistics within the context."""
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(with_attributes(layer, call=_call_in_inference(layer.call)))
+        yield
+
+
+def _call_in_inference(call):
+    return lambda inputs, training=None, **mask: call(inputs, training=False, **mask)

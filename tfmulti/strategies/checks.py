@@ -165,7 +165,7 @@ def build_by_step(model: keras.Model, batch) -> bool:
     Returns:
         Whether it built the model.
     """
-    _refuse_stateful(model)
+    refuse_stateful(model)
     keras_compat.prepare_global_seeds(model.distribute_strategy)
     kind = _KINDS.get(marks.CALL.get(model)[0])
     return kind is not None and verification.build_by_step(model, kind, batch, WORKERS)
@@ -335,7 +335,7 @@ def before_call(model: keras.Model, name: str, data) -> None:
     in_parts = strategy.num_replicas_in_sync > 1 or num_micro_batches(model) > 1
     if name != "predict" or not (keras_compat.is_ours(strategy) and in_parts):
         return
-    _refuse_stateful(model)
+    refuse_stateful(model)
     keras_compat.prepare_global_seeds(strategy)
     if not verification.may_be_verified(model, PREDICT):
         return
@@ -361,12 +361,14 @@ def adopt_optimizers(model: keras.Model, name: str) -> None:
             keras_compat.adopt_optimizer(optimizer, strategy)
 
 
-def _refuse_stateful(model):
-    layers = keras_compat.stateful_layers(model)
-    if layers and model.distribute_strategy.num_replicas_in_sync > 1:
+def refuse_stateful(model: keras.Model) -> None:
+    """Raises ValueError for layers that keep a state for each row from one batch to the next."""
+    layers, strategy = keras_compat.stateful_layers(model), model.distribute_strategy
+    where = "on parameter servers" if keras_compat.has_servers(strategy) else "on several replicas"
+    if layers and (strategy.num_replicas_in_sync > 1 or keras_compat.has_servers(strategy)):
         raise ValueError(
             "A layer with `stateful=True` keeps a state for each row of the batch, which cannot be "
-            "split over replicas. "
-            f"Received: {layers[0].name}, stateful=True, on several replicas. "
+            "split over replicas or workers. "
+            f"Received: {layers[0].name}, stateful=True, {where}. "
             'Use stateful=False, or create_strategy("one_device").'
         )

@@ -18,6 +18,7 @@ from tfmulti.parallel import remote_step, split_check
 from tfmulti.parallel.remote_step import RemoteStep
 from tfmulti.settings import check_type, check_whole_number
 from tfmulti.step.rows import zeros_of
+from tfmulti.strategies.checks import refuse_stateful
 from tfmulti.strategies.fit_callbacks import FirstStepFile
 from tfmulti.strategies.parameter_server import who_computes
 from tfmulti.train.remote_runs import RemoteRuns, SettledRequests, summarize_staleness
@@ -81,6 +82,7 @@ def train_async(
     # As `fit`, which takes a single one or None, too.
     callbacks = keras.tree.flatten(callbacks or ())
     _check(model, callbacks, max_staleness, epochs)
+    refuse_stateful(model)
     strategy = model.distribute_strategy
     train = _dataset(distribute_train, data, strategy, batch_size, seed=seed)
     test = None
@@ -98,8 +100,11 @@ def train_async(
         step.check_train()
     if test is not None:
         step.check_test("validation_data")
+    splits = max_staleness == 0 and strategy.num_workers > 1
+    if splits:
+        split_check.refuse_synchronized(model)
     if strategy.verify != "never" and train.steps_left():
-        split_check.check(step, iter(train).peek(), max_staleness == 0 and strategy.num_workers > 1)
+        split_check.check(step, iter(train).peek(), splits)
     path = os.environ.get(environment.PROGRESS)
     chosen = keras.callbacks.CallbackList(
         [*([FirstStepFile(path)] if path else []), *callbacks],
@@ -134,6 +139,8 @@ class _Epochs:
         self._requests = requests
         every = [getattr(callback, "every_steps", None) for callback in chosen.callbacks]
         self._every = [each for each in every if each]
+        # Steps since training began, from which on no random numbers have been drawn.
+        self._next = 0
 
     def run(self, epochs):
         model, logs = self._model, {}
@@ -157,6 +164,8 @@ class _Epochs:
             model.optimizer.finalize_variable_values(model.trainable_weights)
         model.train_function = None
         self._callbacks.on_train_end(logs)
+        # A checkpoint has the generators as they were, and the number of the step.
+        self._step.advance_seeds(self._next)
 
     def _trace_again(self):
         """Traces the step again after `make_train_function(force=True)` in a callback."""
@@ -184,6 +193,7 @@ class _Epochs:
         # Checkpoints count the steps of the run, not of the epoch.
         batches = self._train.train_pass()
         runs.train(batches, first, lambda sent: self._may_go_on(first + sent), self._apply)
+        self._next = first - done + self._batch
         self._step.put_metrics(runs.metrics)
         logs = self._step.results(runs.metrics) | runs.logs
         return logs | summarize_staleness(runs.staleness)

@@ -269,7 +269,8 @@ class RemoteRuns:
         ranges = [(start, stop) for start, stop in ranges if stop > start]
         self._bound.begin(number)
         for part, (start, stop) in enumerate(ranges):
-            self._send(part, self._step.schedule, some_rows(batch, start, stop), number, part)
+            own, share = some_rows(batch, start, stop), (stop - start) / rows
+            self._send(part, self._step.schedule, own, number, part, share)
         answers = dict(self._next_answer() for _ in ranges)
         self._apply(number, [answers[part] for part in range(len(ranges))], around)
 

@@ -153,19 +153,22 @@ def _may_penalize_otherwise(layer) -> bool:
     return not isinstance(penalty, _OF_ROWS) or keras_compat.sums_activity_penalty(layer)
 
 
-@contextlib.contextmanager
-def neutral_layers(model: keras.Model):
-    """Synchronizes all batch normalization of a model within the context.
+def neutral_layers(model: keras.Model) -> contextlib.AbstractContextManager:
+    """Makes all batch normalization of a model that of one device within the context.
 
     Unsynchronized normalization uses local statistics, and differs from one device by the user's
-    choice. With it synchronized, the rest of the model can be compared.
+    choice. With it synchronized, the rest of the model can be compared. In a pipeline a layer never
+    has the rows of all micro-batches, or of all copies: there it uses its moving statistics.
     """
     layers = local_normalization(model)
+    is_staged = any(map(marks.MICRO_BATCHES.get, [model, *keras_compat.all_layers(model)]))
     if layers:
         names = ", ".join(layer.name for layer in layers)
-        logging.info("Verified as if it were synchronized: %s.", names)
-    with normalization.synchronized(layers, True):
-        yield
+        how = "used their moving statistics" if is_staged else "were synchronized"
+        logging.info("Verified as if they %s: %s.", how, names)
+    if is_staged:
+        return normalization.as_in_inference(layers)
+    return normalization.synchronized(layers, True)
 
 
 def local_normalization(model: keras.Model) -> list:

@@ -143,11 +143,14 @@ def describe_cannot_run(case: Case, reason: str) -> ValueError:
         case: The step.
         reason: Its own error, in words.
     """
-    number, method = case.num_replicas, case.method
+    shared = f"{case.num_replicas} replicas share each batch"
+    other = 'leave out on_difference="error": every replica then computes the whole batch.'
+    if case.num_micro_batches > 1:
+        shared = f"its stages compute {case.num_micro_batches} micro-batches"
+        other = "use tfmulti.pipeline(..., micro_batches=1)."
     return ValueError(
-        f"`{method}` must run on a part of a batch, since {number} replicas share each batch. "
-        f"Received: {reason}. Let it run on any number of rows, or leave out "
-        'on_difference="error": every replica then computes the whole batch.'
+        f"`{case.method}` must run on a part of a batch, since {shared}. "
+        f"Received: {reason}. Let it run on any number of rows, or {other}"
     )
 
 
