@@ -5,6 +5,7 @@ import tensorflow as tf
 from replicas import create_strategy
 
 import tfmulti
+from tfmulti import keras_compat
 from tfmulti.step import clipping, weighting
 
 SGD = keras.optimizers.SGD
@@ -293,6 +294,23 @@ def test_an_optimizer_of_several_is_not_sharded_and_takes_no_local_steps(setting
     [(name, value)] = setting.items()
     with pytest.raises(ValueError, match=f"`{name}` needs.*{name}={value!r} for a MultiOptimizer"):
         tfmulti.DistributedOptimizer(several, **setting)
+
+
+def test_what_a_class_does_by_itself_with_all_gradients_is_found():
+    class Normed(keras.optimizers.SGD):
+        def apply(self, grads, trainable_variables=None):
+            super().apply(grads, trainable_variables)
+
+    class Clipped(Normed):
+        def _clip_gradients(self, grads):
+            return grads
+
+    # The methods of Keras's own are replaced.
+    create_strategy(2)
+    stock = map(keras.optimizers.get, ("sgd", "nadam", "muon", "adafactor"))
+    others = (keras.optimizers.LossScaleOptimizer(Normed()), Normed(), Clipped())
+    found = [keras_compat.own_parts_of_apply(each) for each in (*stock, *others)]
+    assert found == [[]] * 6 + [["_clip_gradients"]]
 
 
 def test_something_else_is_refused():

@@ -35,7 +35,25 @@ OPTIMIZERS = {
         0.1, momentum=0.9, gradient_accumulation_steps=2, global_clipnorm=0.3
     ),
     "loss scale": lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.1), initial_scale=8.0),
+    "own apply": lambda: Normed(0.1, momentum=0.9),
 }
+
+
+class Normed(optimizers.SGD):
+    """Steps of a length that depends on all gradients and on all weights."""
+
+    def apply(self, grads, trainable_variables=None):
+        norm = tf.linalg.global_norm(list(grads))
+        size = sum(ops.sum(ops.square(variable)) for variable in trainable_variables)
+        grads = [grad * ops.sqrt(size) / (norm + 1e-6) for grad in grads]
+        super().apply(grads, trainable_variables)
+
+
+class Clipped(optimizers.SGD):
+    """An optimizer that clips in its own way, where Keras does."""
+
+    def _clip_gradients(self, grads):
+        return [ops.clip(grad, -1, 1) for grad in grads]
 
 
 def chain(*more):
@@ -539,7 +557,11 @@ def refusals(strategy, folder, name):
             model.compile(tfmulti.DistributedOptimizer(adam, shard="parameters"), "mse")
         fit(model)
 
-    programs = (early, compressed, no_scope, whole, exported, saved_in_scope, outside)
+    def clipped():
+        with strategy.scope():
+            tfmulti.DistributedOptimizer(Clipped(), shard="parameters")
+
+    programs = (early, compressed, no_scope, whole, exported, saved_in_scope, outside, clipped)
     programs = {each.__name__: each for each in programs}
     return {name: cases.message_of(program) for name, program in programs.items()}
 

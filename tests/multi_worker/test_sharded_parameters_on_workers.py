@@ -107,6 +107,7 @@ def test_what_cannot_be_is_told(fast):
         assert "Leave compression out" in told["compressed"]
         assert "need an optimizer that updates each on its owner" in told["whole"]
         assert "must be used in a strategy's scope" in told["no_scope"]
+        assert "Received: Clipped._clip_gradients." in told["clipped"]
         assert "/iteration, created outside it" in told["outside"]
         assert "model.save on the chief after `fit`" in told["exported"]
         # It creates variables, on the chief alone.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+from collections.abc import Iterator
 
 import keras
 
@@ -231,6 +232,19 @@ def _apply(self, grads, trainable_variables=None):
     """Applies gradients of the whole batch; reduces them first if no tape has done so."""
     variables = None if trainable_variables is None else list(trainable_variables)
     with gradients.one_update(grads) as reduced:
-        own = sharded_state.held_gradients(self, reduced, variables)
-        with keras_compat.held_values():
-            finite.update_of(self)(self, own, variables)
+        finite.update_of(self)(self, reduced, variables)
+
+
+@contextlib.contextmanager
+def update_of_keras(optimizer, grads, variables) -> Iterator[list]:
+    """Yields the gradients that Keras's own `apply` takes, in a context with what is held here.
+
+    An `apply` of the user's own, which calls it, has whole gradients and reads whole weights.
+
+    Args:
+        optimizer: The optimizer, or a `LossScaleOptimizer`.
+        grads: Its gradients; reduced first if no tape has done so.
+        variables: Their variables; None for those that it was built for.
+    """
+    with gradients.one_update(grads) as reduced, keras_compat.held_values():
+        yield sharded_state.held_gradients(optimizer, reduced, variables)

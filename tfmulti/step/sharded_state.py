@@ -34,7 +34,8 @@ def shard_state(optimizer: keras.optimizers.Optimizer, shard: str) -> None:
         shard: `"state"`, or `"parameters"` to keep large weights only on their owners as well.
 
     Raises:
-        ValueError: If the optimizer already has its slots, or a worker has several replicas.
+        ValueError: If the optimizer already has its slots, its class replaces what Keras does with
+            gradients that are sharded, or a worker has several replicas.
     """
     if marks.SHARDS.get(optimizer) is not None:
         return
@@ -51,6 +52,8 @@ def shard_state(optimizer: keras.optimizers.Optimizer, shard: str) -> None:
         )
     parameters.refuse_several_replicas(strategy)
     shards_parameters = shard == "parameters"
+    if shards_parameters:
+        split_weights.refuse_own_parts(optimizer)
     shards = Shards(optimizer, strategy, shards_parameters)
     marks.SHARDS.set(optimizer, shards)
     # `apply` is that of the distributed optimizer, or of the one for loss scaling around it.

@@ -311,3 +311,19 @@ def refuse_other_updates(optimizer: keras.optimizers.Optimizer, variables) -> No
             f"Use one of {', '.join(_OF_ELEMENTS)}, or shard='parameters' without "
             "tfmulti.tensor_parallel."
         )
+
+
+def refuse_own_parts(optimizer: keras.optimizers.Optimizer) -> None:
+    """Raises ValueError for a class whose own code would get only the gradients that are held here.
+
+    Args:
+        optimizer: The optimizer, whose weights are to be sharded.
+    """
+    own = keras_compat.own_parts_of_apply(optimizer)
+    if own:
+        raise ValueError(
+            "With shard='parameters' a class of an optimizer may define `apply`, which gets all "
+            "gradients, and `update_step`, but none of Keras's private methods for gradients, of "
+            f"which each worker has some. Received: {type(optimizer).__name__}.{own[0]}. Change "
+            "gradients in `apply` before you call super().apply, or use shard='state'."
+        )
