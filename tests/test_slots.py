@@ -148,3 +148,25 @@ def test_averages_are_stale_after_every_call_of_an_optimizer_that_accumulates():
     for kept in (shards.values, values):
         with pytest.raises(RuntimeError, match="gather_optimizer_state"):
             kept.read(weight)
+
+
+@pytest.mark.parametrize("way", ["eagerly", "in a graph", "in a branch", "in a function"])
+def test_an_update_may_read_its_own_variable_only(way):
+    weights = [keras.Variable(np.ones(2, "float32"), name=name) for name in ("one", "two")]
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build(weights)
+
+    def update(read):
+        norm = tf.function(lambda: keras.ops.sum(read))
+        with slots.refusing_shared_state(optimizer, weights[0]):
+            if way == "in a branch":
+                keras.ops.cond(weights[0][0] > 0, lambda: norm.python_function(), lambda: 0.0)
+            elif way == "in a function":
+                norm()
+            else:
+                norm.python_function()
+
+    around = (lambda run: run) if way == "eagerly" else tf.function
+    around(lambda: update(weights[0]))()
+    with pytest.raises(RuntimeError, match="which reads two"):
+        around(lambda: update(weights[1]))()

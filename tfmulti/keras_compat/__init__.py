@@ -24,8 +24,8 @@ from tfmulti.keras_compat.batch_sizes import batch_sizes_of, batch_sizes_of_data
 from tfmulti.keras_compat.calls import (
     COMMUNICATION, RecordingScope, arguments_of_nodes, assigns, call_context, is_symbolic,
     layers_of_nodes, next_op, nodes_of, operations_inside, operations_within, own_ops,
-    part_of_calls, sources_of, standardized_inputs, unrepeatable_ops, values_of, variables_assigned,
-    variables_read,
+    noting_read, part_of_calls, sources_of, standardized_inputs, unrepeatable_ops, values_of,
+    variables_assigned,
 )
 from tfmulti.keras_compat.coordination import (
     SENT_AS, abort_collectives, check_peers, gather_from_workers, heartbeats, listen_for_ends,

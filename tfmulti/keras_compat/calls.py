@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import re
 from collections.abc import Callable, Iterator
 
@@ -173,19 +172,21 @@ def assigns(kind: str) -> bool:
     return bool(_ASSIGNS.match(kind))
 
 
-def variables_read(since: int, variables: list[keras.Variable]) -> list[keras.Variable]:
-    """Returns the variables that the graph being built reads; none outside of a graph.
+@contextlib.contextmanager
+def noting_read(variables: list[keras.Variable]) -> Iterator[list[keras.Variable]]:
+    """Yields a list to which it adds, in the end, the variables that were read in the context.
+
+    Those in branches and functions too. It finds variables that TensorFlow takes for trainable.
 
     Args:
-        since: `next_op()` before the ops in question were created.
         variables: Candidates.
     """
-    if tf.executing_eagerly():
-        return []
-    graph = tf.compat.v1.get_default_graph()
-    new = itertools.takewhile(lambda op: op._id >= since, reversed(graph.get_operations()))
-    read = {id(_given_from_outside(op.inputs[0])) for op in new if op.type == "ReadVariableOp"}
-    return _with_handles(variables, read)
+    read: list[keras.Variable] = []
+    with tf.GradientTape() as tape:
+        yield read
+    local = tf.distribute.get_strategy().experimental_local_results
+    handles = {id(copy.handle) for each in tape.watched_variables() for copy in local(each)}
+    read += _with_handles(variables, handles)
 
 
 def variables_assigned(variables: list[keras.Variable], apart=()) -> list[keras.Variable]:

@@ -307,11 +307,10 @@ def refusing_shared_state(optimizer: keras.optimizers.Optimizer, variable) -> It
     """
     others = keras_compat.updated_variables(optimizer)
     path = others.pop(keras_compat.variable_index(optimizer, variable)).path
-    since = 0 if tf.executing_eagerly() else keras_compat.next_op()
     shared = [v for v in optimizer.variables if not isinstance(v, SlotVariable)]
-    with keras_compat.noting_assigned(shared) as changed:
+    noting = keras_compat.noting_read(others), keras_compat.noting_assigned(shared)
+    with noting[0] as read, noting[1] as changed:
         yield
-    read = keras_compat.variables_read(since, others)
     if read:
         raise RuntimeError(
             "With sharded state an update of a variable may read only that variable. "
