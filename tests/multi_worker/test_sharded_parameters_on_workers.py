@@ -29,7 +29,7 @@ def fast_fixture(over_the_ring):
 @pytest.fixture(scope="module", name="slow")
 def slow_fixture(run_cases, tmp_path_factory):
     names = (*SLOW, "loaded", "swapped", "settings", "two optimizers", "skips")
-    names += ("swapped to evaluate", "unfrozen")
+    names += ("swapped to evaluate", "unfrozen", "kept")
     options = ["--mpi"] if cases.MPIEXEC.exists() else []
     return run_cases(tmp_path_factory.mktemp("sharded"), names, options=options)
 
@@ -137,6 +137,15 @@ def test_statistics_of_a_layer_that_was_frozen_and_earlier_optimizers(slow):
         assert seen["apart"] < 1e-5
         # Those of earlier compiles are gone, with their slots.
         assert seen["alive"] == [False, False, True]
+
+
+@pytest.mark.slow
+def test_values_that_were_gathered_are_stale_after_a_step_and_known_after_a_file(slow):
+    for seen in (each["kept"] for each in slow):
+        # After each epoch, though it was gathered after the one before, and after another step.
+        assert len(seen["told"]) == 3
+        assert all("Call tfmulti.gather_optimizer_state(model)" in told for told in seen["told"])
+        assert max(seen["stepped"], seen["loaded"]) < 1e-6
 
 
 @pytest.mark.slow

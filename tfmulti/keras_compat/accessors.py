@@ -350,15 +350,6 @@ def random_layers(model: keras.Model) -> list[keras.layers.Layer]:
     return [layer for layer in model._flatten_layers() if layer._seed_generators]
 
 
-def call_counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
-    """Returns the variable that counts an optimizer's calls.
-
-    With accumulation `iterations` counts only the calls that update weights, while Keras updates
-    moving averages in every call.
-    """
-    return optimizer._iterations
-
-
 def slots_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """Returns the variables of an optimizer except its count of steps and its learning rate."""
     apart = [optimizer._iterations, getattr(optimizer, "_learning_rate", None)]

@@ -246,5 +246,8 @@ def update_of_keras(optimizer, grads, variables) -> Iterator[list]:
         grads: Its gradients; reduced first if no tape has done so.
         variables: Their variables; None for those that it was built for.
     """
+    shards = marks.SHARDS.get(optimizer)
+    if shards is not None:
+        shards.updates.assign_add(1)
     with gradients.one_update(grads) as reduced, keras_compat.held_values():
         yield sharded_state.held_gradients(optimizer, reduced, variables)

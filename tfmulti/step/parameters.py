@@ -32,8 +32,9 @@ class ShardedParameter(keras_compat.HeldVariable):
 
     Attributes:
         owner: The number of the worker that holds it.
-        counters: The variables that count the calls of the optimizers that update it. The
+        counters: The variables that count the updates of the optimizers that update it. The
             optimizers themselves, with their slots, would stay in memory as long as the weight.
+        own_counter: What counts the runs of steps that assign it by themselves, or None.
         reads: A weak reference to the latest step that reads it, and how often that step does.
         unreduced: Whether its latest gradient is still to be added over workers.
         stages: The number of stages of the pipeline that contains it, or None. Only its stage
@@ -41,7 +42,7 @@ class ShardedParameter(keras_compat.HeldVariable):
             that of the first copy.
     """
 
-    reads, unreduced, stages = (None, 0), False, None
+    reads, unreduced, stages, own_counter = (None, 0), False, None, None
 
     @property
     def has_whole(self) -> bool:
@@ -103,7 +104,7 @@ class Parameters:
         # The bytes that each worker holds. Those of deleted models count too: each worker deletes
         # them at a time of its own, and all must choose the same owners.
         self._held = [0] * topology.num_workers(strategy)
-        self.values = slots.OwnedValues(strategy, _step)
+        self.values = slots.OwnedValues(strategy)
 
     def shard(self, variable: keras.Variable, owner: int | None = None) -> None:
         """Shards a variable, if it is large and not sharded yet.
@@ -149,10 +150,6 @@ class Parameters:
         keras_compat.hold(variable, ShardedParameter, self._strategy(), is_here)
         variable.owner, variable.parameters = owner, self
         variable.counters = []
-
-
-def _step(variable) -> int:
-    return sum(int(keras.ops.convert_to_numpy(counter)) for counter in variable.counters)
 
 
 def in_replica() -> bool:

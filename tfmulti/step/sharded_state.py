@@ -167,6 +167,7 @@ class Shards:
         slots: The slots of all workers, in the order of `optimizer.variables`.
         shards_parameters: The argument.
         values: Reads slots outside of a step.
+        updates: Counts the updates that have run.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, strategy, shards_parameters: bool):
@@ -176,8 +177,8 @@ class Shards:
         self._owners: list[int | None] = []
         # By their places, the variables whose rows are divided over all workers.
         self._splits: dict[int, split_weights.Split] = {}
-        self.shards_parameters = shards_parameters
-        self.values = slots.OwnedValues(strategy, self._step)
+        self.shards_parameters, self.updates = shards_parameters, slots.create_counter()
+        self.values = slots.OwnedValues(strategy)
         self._reduces_to_owners = getattr(strategy.extended, "reduce_to_owners", None) is not None
 
     @property
@@ -214,7 +215,7 @@ class Shards:
             for variable, owner in zip(variables, self._owners):
                 sharded.shard(variable, owner)
                 if isinstance(variable, parameters.ShardedParameter):
-                    variable.counters.append(keras_compat.call_counter(self._optimizer))
+                    variable.counters.append(self.updates)
         self._is_here = [
             getattr(variable, "is_here", owner in (None, self.worker))
             for variable, owner in zip(variables, self._owners)
@@ -389,6 +390,3 @@ class Shards:
         owned_by = [owner for _, owner in sent]
         for place, value in owners.from_owners(self._strategy, values, owned_by, rows):
             self._optimizer.assign(sent[place][0], value)
-
-    def _step(self, _slot) -> int:
-        return int(keras.ops.convert_to_numpy(keras_compat.call_counter(self._optimizer)))
