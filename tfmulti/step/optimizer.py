@@ -153,7 +153,9 @@ def _refuse_several(inner, **settings) -> None:
     without rows would have to do for it.
     """
     name, value = next(((n, v) for n, v in settings.items() if v not in (None, 1)), (None, None))
-    if name is not None and hasattr(inner, "optimizers"):
+    # `MultiOptimizer` creates those within it when it is built.
+    has_inner = hasattr(inner, "optimizers") or model_contents.optimizers_within(inner)
+    if name is not None and has_inner:
         raise ValueError(
             f"`{name}` needs an optimizer that updates all weights itself. Received: "
             f"{name}={value!r} for a {type(inner).__name__}, which holds other optimizers. Leave "
