@@ -365,3 +365,25 @@ def averages_and_sums(optimizer: keras.optimizers.Optimizer) -> list[keras.Varia
 def updated_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """Returns the variables for which an optimizer was built."""
     return list(optimizer._trainable_variables)
+
+
+def variable_index(optimizer, variable) -> int:
+    """Returns the place of a variable among those that an optimizer was built for.
+
+    Raises:
+        ValueError: If it was not built for it.
+    """
+    try:
+        return optimizer._get_variable_index(variable)
+    except KeyError:
+        raise ValueError(
+            "An optimizer updates only the variables that it was built for. Received: "
+            f"{path_of(variable)}, which {optimizer.name} does not know. After layers are "
+            "unfrozen, compile with a new optimizer: type(optimizer).from_config("
+            "optimizer.get_config())."
+        ) from None
+
+
+def path_of(variable) -> str:
+    """Returns the path of a variable of Keras, or the name of one of TensorFlow."""
+    return getattr(variable, "path", variable.name)

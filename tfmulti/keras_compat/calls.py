@@ -174,12 +174,10 @@ def assigns(kind: str) -> bool:
 
 @contextlib.contextmanager
 def noting_read(variables: list[keras.Variable]) -> Iterator[list[keras.Variable]]:
-    """Yields a list to which it adds, in the end, the variables that were read in the context.
-
-    Those in branches and functions too. It finds variables that TensorFlow takes for trainable.
+    """Yields a list to which it adds, in the end, what the context and its branches read.
 
     Args:
-        variables: Candidates.
+        variables: Candidates, of those that TensorFlow takes for trainable.
     """
     read: list[keras.Variable] = []
     with tf.GradientTape() as tape:
@@ -230,7 +228,8 @@ def operations_inside(op: tf.Operation, apart=()) -> Iterator[tf.Operation]:
 def _with_handles(variables, handles):
     """Returns the variables whose handle, or that of this worker's copy, has one of the ids."""
     strategy = tf.distribute.get_strategy()
-    copies = [strategy.experimental_local_results(variable.value)[0] for variable in variables]
+    values = [v.value if isinstance(v, keras.Variable) else v for v in variables]
+    copies = [strategy.experimental_local_results(value)[0] for value in values]
     return [variable for variable, copy in zip(variables, copies) if id(copy.handle) in handles]
 
 

@@ -139,11 +139,6 @@ def strategy_of(optimizer: keras.optimizers.Optimizer) -> tf.distribute.Strategy
     return optimizer._distribution_strategy
 
 
-def variable_index(optimizer, variable) -> int:
-    """Returns the place of a variable among those that an optimizer was built for."""
-    return optimizer._get_variable_index(variable)
-
-
 @contextlib.contextmanager
 def noting_assigned(variables):
     """Yields a list to which it adds, in the end, the variables that were assigned in the context.

@@ -113,9 +113,9 @@ class Parameters:
             variable: A weight.
             owner: The worker that will hold it; None for the one that holds the fewest bytes.
         """
-        if isinstance(variable, ShardedParameter) or not keras_compat.is_initialized(variable):
+        if isinstance(variable, ShardedParameter) or not isinstance(variable, keras.Variable):
             return
-        if not is_large(variable):
+        if not keras_compat.is_initialized(variable) or not is_large(variable):
             return
         owner = owners.with_fewest(self._held) if owner is None else owner
         self._hold(variable, owner, owner == self.worker)
@@ -302,12 +302,19 @@ def only_update_reads() -> bool:
 
 
 def only_update_reads_gradients(model: keras.Model) -> bool:
-    """Whether Keras's own step hands gradients directly to an optimizer of Keras's own."""
+    """Whether Keras's own step hands what is differentiated now to an optimizer of Keras's own."""
     optimizer = getattr(model, "optimizer", None)
-    inner = keras_compat.inner_optimizer(optimizer)
-    stock = inner is not None and all(keras_compat.is_stock(type(x)) for x in (optimizer, inner))
-    # An optimizer or a step of the user's own may read the gradients, as a norm for the logs does.
-    return stock and not keras_compat.has_custom_step(model, "train")
+    # Keras's own step ends its tape before it differentiates. What a loss takes is recorded.
+    if optimizer is None or keras_compat.is_taping():
+        return False
+    # A step, logs or an optimizer of the user's own may read the gradients, as for their norm.
+    if keras_compat.has_custom_step(model, "train"):
+        return False
+    parts = [type(model).compute_metrics]
+    for each in (optimizer, keras_compat.inner_optimizer(optimizer)):
+        # Methods too, which may have been replaced in the object.
+        parts += [type(each), each.apply, each.apply_gradients]
+    return all(keras_compat.is_stock(part, "tfmulti") for part in parts)
 
 
 def is_unreduced(variable) -> bool:

@@ -230,7 +230,7 @@ class Shards:
         watched = slots.Watched(variables)
 
         def add_variable_from_reference(reference_variable, name=None, initializer="zeros"):
-            path = getattr(reference_variable, "path", reference_variable.name)
+            path = keras_compat.path_of(reference_variable)
             full_name = f"{path.replace('/', '_').replace(':', '_')}_{name or 'var'}"
             # Without the setting, a slot of that name is one of the optimizer's own.
             whole = getattr(optimizer, _WHOLE.get(name, ""), None)
@@ -295,6 +295,7 @@ class Shards:
         )
         if owners.is_uneven(held):
             largest = max(variables, key=owners.bytes_of)
+            path = keras_compat.path_of(largest)
             advice = (
                 "A sharded weight has one owner; tfmulti.tensor_parallel splits tables."
                 if self.shards_parameters
@@ -303,7 +304,7 @@ class Shards:
             )
             warnings.warn(
                 f"Sharded state is uneven: one worker keeps the slots of {most / 1e6:.1f} MB of "
-                f"weights, the mean is {mean / 1e6:.1f} MB; {largest.path} alone has "
+                f"weights, the mean is {mean / 1e6:.1f} MB; {path} alone has "
                 f"{owners.bytes_of(largest) / 1e6:.1f} MB. {advice}",
                 stacklevel=2,
             )
@@ -385,7 +386,7 @@ class Shards:
         computed = [g for g in tf.nest.flatten(gradients, expand_composites=True) if g is not None]
         # A step that fails does so before any worker waits: MPI would match that with a later call.
         with tf.control_dependencies(computed):
-            values = [tf.identity(getattr(each, "value", each)) for each, _ in sent]
+            values = [tf.identity(tf.convert_to_tensor(each)) for each, _ in sent]
         rows = {i for i, (x, _) in enumerate(sent) if isinstance(x, keras_compat.UpdatedRows)}
         owned_by = [owner for _, owner in sent]
         for place, value in owners.from_owners(self._strategy, values, owned_by, rows):

@@ -337,7 +337,7 @@ def refusing_shared_state(optimizer: keras.optimizers.Optimizer, variable) -> It
         RuntimeError: For such a variable, with its name.
     """
     others = keras_compat.updated_variables(optimizer)
-    path = others.pop(keras_compat.variable_index(optimizer, variable)).path
+    path = keras_compat.path_of(others.pop(keras_compat.variable_index(optimizer, variable)))
     shared = [v for v in optimizer.variables if not isinstance(v, SlotVariable)]
     noting = keras_compat.noting_read(others), keras_compat.noting_assigned(shared)
     with noting[0] as read, noting[1] as changed:
@@ -346,8 +346,8 @@ def refusing_shared_state(optimizer: keras.optimizers.Optimizer, variable) -> It
         raise RuntimeError(
             "With sharded state an update of a variable may read only that variable. "
             f"Received: {type(optimizer).__name__}.update_step of {path}, which "
-            f"reads {read[0].path}. Compute what needs all variables before the updates, in "
-            "the step, or leave shard out for this optimizer."
+            f"reads {keras_compat.path_of(read[0])}. Compute what needs all variables before the "
+            "updates, in the step, or leave shard out for this optimizer."
         )
     if changed:
         raise RuntimeError(

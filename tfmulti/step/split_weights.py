@@ -274,7 +274,7 @@ def owners_of_updates(
     known = {place: v.owner for place, v in enumerate(variables) if hasattr(v, "owner")}
     places = set(range(len(variables))) - set(known) if by_rows else set()
     # With fewer rows than workers, some of these would have none.
-    have_rows = {p for p in places if variables[p].shape and variables[p].shape[0] >= num_workers}
+    have_rows = {p for p in places if [*variables[p].shape[:1]] >= [num_workers]}
     divisible = have_rows if updates_elements(optimizer) else ()
     sizes = [owners.owned_bytes(variable) for variable in variables]
     return owners.by_bytes(sizes, num_workers, known, divisible)
