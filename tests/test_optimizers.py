@@ -5,7 +5,8 @@ import tensorflow as tf
 from replicas import create_strategy
 
 import tfmulti
-from tfmulti.step import clipping, weighting
+from tfmulti import keras_compat
+from tfmulti.step import clipping, parameters, weighting
 
 SGD = keras.optimizers.SGD
 OPTIMIZERS = {
@@ -286,13 +287,69 @@ def test_a_gradient_in_parts_below_its_limit_stays_what_it_is_in_float64():
         np.testing.assert_array_equal(-part.numpy(), gradient)
 
 
-@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="in a later Keras")
+class Around(keras.optimizers.SGD):
+    """An optimizer around another one."""
+
+    def __init__(self, create):
+        super().__init__()
+        self.inner = create(None)
+
+
+@pytest.mark.parametrize("kind", ["MultiOptimizer", Around])
 @pytest.mark.parametrize("setting", [{"shard": "state"}, {"synchronize_every": 2}])
-def test_an_optimizer_of_several_is_not_sharded_and_takes_no_local_steps(setting):
-    several = keras.optimizers.MultiOptimizer(lambda variable: keras.optimizers.Adam())
+def test_an_optimizer_of_several_is_not_sharded_and_takes_no_local_steps(setting, kind):
+    # Earlier versions of Keras have none of several.
+    kind = getattr(keras.optimizers, kind, Around) if isinstance(kind, str) else kind
+    several = kind(lambda variable: keras.optimizers.Adam())
     [(name, value)] = setting.items()
-    with pytest.raises(ValueError, match=f"`{name}` needs.*{name}={value!r} for a MultiOptimizer"):
+    expected = f"`{name}` needs.*{name}={value!r} for a {kind.__name__}"
+    with pytest.raises(ValueError, match=expected):
         tfmulti.DistributedOptimizer(several, **setting)
+
+
+def test_what_else_may_read_the_gradients_of_an_update_is_found():
+    class Logging(keras.Sequential):
+        def compute_metrics(self, x, y, y_pred, sample_weight=None):
+            return {}
+
+    def compiled(kind=keras.Sequential):
+        model = kind([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(tfmulti.DistributedOptimizer("adam"), "mse")
+        return model
+
+    with create_strategy(2).scope():
+        model, own, logging = compiled(), compiled(), compiled(Logging)
+    apply = own.optimizer.apply
+    own.optimizer.apply = lambda grads, variables: apply(grads, variables)
+    for each, expected in ((model, True), (own, False), (logging, False)):
+        assert parameters.only_update_reads_gradients(each) is expected
+    # As while a loss takes a gradient.
+    with tf.GradientTape():
+        assert not parameters.only_update_reads_gradients(model)
+
+
+def test_a_variable_that_an_optimizer_was_not_built_for_is_named():
+    optimizer = keras.optimizers.SGD()
+    optimizer.build([keras.Variable(1.0)])
+    with pytest.raises(ValueError, match="Received: log_t:0, which sgd does not know"):
+        keras_compat.variable_index(optimizer, tf.Variable(1.0, name="log_t"))
+
+
+def test_what_a_class_does_by_itself_with_all_gradients_is_found():
+    class Normed(keras.optimizers.SGD):
+        def apply(self, grads, trainable_variables=None):
+            super().apply(grads, trainable_variables)
+
+    class Clipped(Normed):
+        def _clip_gradients(self, grads):
+            return grads
+
+    # The methods of Keras's own are replaced.
+    create_strategy(2)
+    stock = map(keras.optimizers.get, ("sgd", "nadam", "muon", "adafactor"))
+    others = (keras.optimizers.LossScaleOptimizer(Normed()), Normed(), Clipped())
+    found = [keras_compat.own_parts_of_apply(each) for each in (*stock, *others)]
+    assert found == [[]] * 6 + [["_clip_gradients"]]
 
 
 def test_something_else_is_refused():

@@ -9,21 +9,22 @@ import pytest
 import replicas
 import tensorflow as tf
 
-from tfmulti import keras_compat
-from tfmulti.step import parameters, slots
+from tfmulti import keras_compat, marks
+from tfmulti.step import slots
 from tfmulti.step.sharded_state import Shards
 
 
 def of_another_worker(shape, dtype):
     variable = keras.Variable(np.zeros(shape), dtype=dtype)
     variable.owner, variable.has_whole = 1, False
+    variable.counters, variable.own_counter = [], None
     return variable
 
 
 @pytest.fixture(name="values")
 def values_fixture(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return slots.OwnedValues(tf.distribute.get_strategy(), lambda variable: 0)
+    return slots.OwnedValues(tf.distribute.get_strategy())
 
 
 def test_values_of_other_workers_are_read_back(values):
@@ -52,7 +53,7 @@ def test_an_assigned_value_of_another_dtype_is_read_back_in_that_of_the_variable
 
 def test_an_update_does_not_keep_what_a_worker_without_the_slot_has(values):
     class Shards:
-        worker = 0
+        worker, updates = 0, tf.Variable(0)
 
     Shards.values = values
     slot = slots.SlotVariable(Shards, 1, False, (2,), "zeros", "float32", "average", True)
@@ -133,18 +134,70 @@ def test_a_weight_keeps_its_name_where_it_is_held():
     assert name() == expected
 
 
+def sharded_optimizer():
+    with replicas.create_strategy(1).scope():
+        optimizer = keras.optimizers.SGD(0.1, use_ema=True, gradient_accumulation_steps=4)
+        weight = keras.Variable(np.ones(3, "float32"))
+        optimizer.build([weight])
+    shards = Shards(optimizer, keras_compat.strategy_of(optimizer), shards_parameters=False)
+    marks.SHARDS.set(optimizer, shards)
+    weight.owner, weight.has_whole, weight.own_counter = 0, True, None
+    weight.counters = [shards.updates]
+    return optimizer, weight, shards.values
+
+
+def assert_stale(values, variable):
+    with pytest.raises(RuntimeError, match="gather_optimizer_state"):
+        values.read(variable)
+
+
 def test_averages_are_stale_after_every_call_of_an_optimizer_that_accumulates():
-    weight = keras.Variable(np.ones(3, "float32"))
-    optimizer = keras.optimizers.SGD(0.1, use_ema=True, gradient_accumulation_steps=4)
-    shards = Shards(optimizer, replicas.create_strategy(1), shards_parameters=False)
-    optimizer.build([weight])
-    weight.counters = [keras_compat.call_counter(optimizer)]
-    values = slots.OwnedValues(tf.distribute.get_strategy(), parameters._step)
-    weight.owner, weight.has_whole = 0, True
-    for kept in (shards.values, values):
-        kept.keep_value(weight, np.ones(3))
-        kept.read(weight)
+    optimizer, weight, values = sharded_optimizer()
+    values.keep_value(weight, np.ones(3))
+    values.read(weight)
     optimizer.apply([tf.ones([3])])
-    for kept in (shards.values, values):
-        with pytest.raises(RuntimeError, match="gather_optimizer_state"):
-            kept.read(weight)
+    assert_stale(values, weight)
+
+
+def test_a_count_of_steps_that_is_assigned_makes_no_value_stale_or_valid():
+    optimizer, weight, values = sharded_optimizer()
+    optimizer.apply([tf.ones([3])])
+    values.keep_value(weight, np.ones(3))
+    # As `load_weights` does, which loads layers first.
+    optimizer._iterations.assign(0)
+    values.read(weight)
+    optimizer.apply([tf.ones([3])])
+    assert_stale(values, weight)
+
+
+def test_what_a_traced_step_assigns_is_stale_after_each_run(values):
+    variable = of_another_worker((2,), "float32")
+    step = tf.function(lambda: values.keep_value(variable, tf.ones(2)))
+    for value in (3.0, 4.0):
+        values.keep_value(variable, np.full(2, value, "float32"))
+        step.get_concrete_function()
+        np.testing.assert_array_equal(values.read(variable), np.full(2, value))
+        step()
+        assert_stale(values, variable)
+
+
+@pytest.mark.parametrize("way", ["eagerly", "in a graph", "in a branch", "in a function"])
+def test_an_update_may_read_its_own_variable_only(way):
+    weights = [keras.Variable(np.ones(2, "float32"), name=name) for name in ("one", "two")]
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build(weights)
+
+    def update(read):
+        norm = tf.function(lambda: keras.ops.sum(read))
+        with slots.refusing_shared_state(optimizer, weights[0]):
+            if way == "in a branch":
+                keras.ops.cond(weights[0][0] > 0, lambda: norm.python_function(), lambda: 0.0)
+            elif way == "in a function":
+                norm()
+            else:
+                norm.python_function()
+
+    around = (lambda run: run) if way == "eagerly" else tf.function
+    around(lambda: update(weights[0]))()
+    with pytest.raises(RuntimeError, match="which reads two"):
+        around(lambda: update(weights[1]))()

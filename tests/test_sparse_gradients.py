@@ -8,6 +8,8 @@ from keras import layers, ops
 from replicas import create_strategy
 
 import tfmulti
+from tfmulti import keras_compat, marks
+from tfmulti.step import sparse_gradients
 
 LENGTH, VOCABULARY = 6, 9
 
@@ -114,6 +116,17 @@ class Container(keras.Model):
         gradients = tape.gradient(loss, self.trainable_variables)
         self.optimizer.apply(gradients, self.trainable_variables)
         return {"loss": loss}
+
+
+def test_tables_are_found_beside_a_frozen_weight_of_another_worker():
+    strategy = create_strategy(1)
+    with strategy.scope():
+        tokens = keras.Input((4,), dtype="int32")
+        table, frozen = keras.layers.Embedding(5, 3), keras.layers.Dense(2, trainable=False)
+        model = keras.Model(tokens, frozen(table(tokens)))
+    keras_compat.hold(frozen.kernel, keras_compat.HeldVariable, strategy, is_here=False)
+    sparse_gradients.note_positions(model, tf.zeros((2, 4), tf.int32))
+    assert marks.TABLE_READS.get(model) == {id(table.embeddings): sparse_gradients.TOKENS}
 
 
 @pytest.mark.slow

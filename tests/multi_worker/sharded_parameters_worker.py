@@ -35,7 +35,25 @@ OPTIMIZERS = {
         0.1, momentum=0.9, gradient_accumulation_steps=2, global_clipnorm=0.3
     ),
     "loss scale": lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.1), initial_scale=8.0),
+    "own apply": lambda: Normed(0.1, momentum=0.9),
 }
+
+
+class Normed(optimizers.SGD):
+    """Steps of a length that depends on all gradients and on all weights."""
+
+    def apply(self, grads, trainable_variables=None):
+        norm = tf.linalg.global_norm(list(grads))
+        size = sum(ops.sum(ops.square(variable)) for variable in trainable_variables)
+        grads = [grad * ops.sqrt(size) / (norm + 1e-6) for grad in grads]
+        super().apply(grads, trainable_variables)
+
+
+class Clipped(optimizers.SGD):
+    """An optimizer that clips in its own way, where Keras does."""
+
+    def _clip_gradients(self, grads):
+        return [ops.clip(grad, -1, 1) for grad in grads]
 
 
 def chain(*more):
@@ -364,6 +382,48 @@ def unfrozen(strategy, folder, name):
     return {"apart": apart(*models), "alive": [each() is not None for each in made]}
 
 
+class Taught(keras.Model):
+    """A step that moves a frozen teacher, by itself, towards the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = plain(), plain()
+        self.teacher.trainable = False
+
+    def call(self, x):
+        return self.student(x)
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        for slow, fast in zip(self.teacher.weights, self.student.weights):
+            slow.assign(0.9 * slow + 0.1 * fast)
+        return logs
+
+
+def kept(strategy, folder, name):
+    """Values that were gathered, then changed by steps or by a file, and are read again."""
+    strategy.verify, models, told = "never", [], []
+    x, y = rows()
+    saving = keras.callbacks.ModelCheckpoint(folder / "{epoch}.weights.h5", save_weights_only=True)
+    for shard in (None, "parameters"):
+        model = build(strategy, Taught, shard=shard)
+
+        def gather_and_read(epoch, _, model=model):
+            told.append(cases.message_of(model.teacher.get_weights))
+            tfmulti.gather_optimizer_state(model)
+
+        look = keras.callbacks.LambdaCallback(on_epoch_end=gather_and_read)
+        fit(model, epochs=2, callbacks=[look] if shard else [saving])
+        model.train_on_batch(x[:16], y[:16])
+        told.append(cases.message_of(model.teacher.get_weights))
+        tfmulti.gather_optimizer_state(model)
+        models.append(model)
+    seen = {"stepped": apart(*models), "told": told[1:]}
+    for model in models:
+        model.load_weights(folder / "1.weights.h5")
+    return seen | {"loaded": apart(*models)}
+
+
 class Adversaries(keras.Model):
     def __init__(self):
         super().__init__()
@@ -539,7 +599,11 @@ def refusals(strategy, folder, name):
             model.compile(tfmulti.DistributedOptimizer(adam, shard="parameters"), "mse")
         fit(model)
 
-    programs = (early, compressed, no_scope, whole, exported, saved_in_scope, outside)
+    def clipped():
+        with strategy.scope():
+            tfmulti.DistributedOptimizer(Clipped(), shard="parameters")
+
+    programs = (early, compressed, no_scope, whole, exported, saved_in_scope, outside, clipped)
     programs = {each.__name__: each for each in programs}
     return {name: cases.message_of(program) for name, program in programs.items()}
 
@@ -549,6 +613,7 @@ CASES = {
     "two optimizers": two_optimizers,
     "skips": skips,
     "unfrozen": unfrozen,
+    "kept": kept,
     "life": life,
     "loaded": loaded,
     "swapped": swapped,

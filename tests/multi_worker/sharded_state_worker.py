@@ -291,6 +291,80 @@ def compiled_again(strategy, folder, name):
     return {"same": [same(models[0], each) for each in models[1:]], "held": held_by}
 
 
+class OwnPenalty(keras.Model):
+    """Keras's own step, with a loss that adds a penalty of its own gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.two(self.one(x))
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        with tf.GradientTape() as tape:
+            loss = super().compute_loss(y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        return loss + 0.1 * sum(tf.reduce_sum(tf.square(each)) for each in gradients)
+
+
+class Tempered(keras.Model):
+    """A step that trains a temperature, a variable of TensorFlow, beside the weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.log_t = keras.layers.Dense(3), tf.Variable(0.5, name="log_t")
+        self.dense.build((None, 5))
+
+    def call(self, x):
+        return tf.exp(self.log_t) * self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        variables = [*self.trainable_variables, self.log_t]
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+class Outer(optimizers.SGD):
+    """An optimizer around another one, which has the slots."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.inner = optimizers.Adam(0.01)
+
+    def build(self, variables):
+        super().build(variables)
+        self.inner.build(variables)
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.inner.update_step(gradient, variable, learning_rate)
+
+
+def own_models(strategy, folder, name):
+    """Gradients that a loss reads, and a variable of TensorFlow that a step updates."""
+    seen = {}
+    for create in (OwnPenalty, Tempered):
+        models = []
+        for shard in (None, "state"):
+            keras.utils.set_random_seed(1)
+            with strategy.scope():
+                model = create()
+                optimizer = tfmulti.DistributedOptimizer(optimizers.Adam(0.01), shard=shard)
+                model.compile(optimizer, "mse")
+                if create is Tempered:
+                    optimizer.build([*model.trainable_variables, model.log_t])
+            x = np.random.RandomState(0).rand(33, 5).astype("float32")
+            data = tfmulti.distribute_train((x, x[:, :1]), strategy, 16)
+            guard = tfmulti.callbacks.NonFinite("skip")
+            model.fit(data, epochs=2, verbose=0, callbacks=[guard])
+            models.append(model)
+        seen[create.__name__] = apart(*models)
+    return seen | {"log_t": abs(float(models[0].log_t.numpy() - models[1].log_t.numpy()))}
+
+
 class InTurn(keras.Model):
     def __init__(self):
         super().__init__()
@@ -371,6 +445,7 @@ def refusals(strategy, folder, name):
         return lambda: fit(build(strategy, lambda: kind(0.1, momentum=0.9), "state"))
 
     programs = {
+        "outer": own(Outer),
         "counting": own(Counting),
         "own slots": own(OwnSlots),
         "together": own(AllTogether),
@@ -390,6 +465,7 @@ CASES |= {
     "two optimizers": two_optimizers,
     "compiled again": compiled_again,
     "refusals": refusals,
+    "own models": own_models,
 }
 
 

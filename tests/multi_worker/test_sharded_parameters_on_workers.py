@@ -29,7 +29,7 @@ def fast_fixture(over_the_ring):
 @pytest.fixture(scope="module", name="slow")
 def slow_fixture(run_cases, tmp_path_factory):
     names = (*SLOW, "loaded", "swapped", "settings", "two optimizers", "skips")
-    names += ("swapped to evaluate", "unfrozen")
+    names += ("swapped to evaluate", "unfrozen", "kept")
     options = ["--mpi"] if cases.MPIEXEC.exists() else []
     return run_cases(tmp_path_factory.mktemp("sharded"), names, options=options)
 
@@ -107,6 +107,7 @@ def test_what_cannot_be_is_told(fast):
         assert "Leave compression out" in told["compressed"]
         assert "need an optimizer that updates each on its owner" in told["whole"]
         assert "must be used in a strategy's scope" in told["no_scope"]
+        assert "Received: Clipped._clip_gradients." in told["clipped"]
         assert "/iteration, created outside it" in told["outside"]
         assert "model.save on the chief after `fit`" in told["exported"]
         # It creates variables, on the chief alone.
@@ -136,6 +137,15 @@ def test_statistics_of_a_layer_that_was_frozen_and_earlier_optimizers(slow):
         assert seen["apart"] < 1e-5
         # Those of earlier compiles are gone, with their slots.
         assert seen["alive"] == [False, False, True]
+
+
+@pytest.mark.slow
+def test_values_that_were_gathered_are_stale_after_a_step_and_known_after_a_file(slow):
+    for seen in (each["kept"] for each in slow):
+        # After each epoch, though it was gathered after the one before, and after another step.
+        assert len(seen["told"]) == 3
+        assert all("Call tfmulti.gather_optimizer_state(model)" in told for told in seen["told"])
+        assert max(seen["stepped"], seen["loaded"]) < 1e-6
 
 
 @pytest.mark.slow

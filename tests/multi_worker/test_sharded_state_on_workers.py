@@ -105,13 +105,21 @@ def test_every_optimizer_gives_the_bits_of_copies(slow, case):
 @pytest.mark.slow
 def test_sharded_state_over_mpi_gives_the_bits_of_copies(run_over_mpi, tmp_path):
     names = ("adamw", "accumulation", "muon", "two optimizers", "skips")
-    more = ("table adamw", "tied accumulation", "table loss scale", "life", "divided life")
+    more = (
+        "own models",
+        "table adamw",
+        "tied accumulation",
+        "table loss scale",
+        "life",
+        "divided life",
+    )
     seen = run_over_mpi(tmp_path, (*names, *more))
     for name in names:
         assert_same([each[name] for each in seen])
-    for name in more[:3]:
+    for name in more[1:4]:
         assert_divided([each[name] for each in seen])
     for each in seen:
+        assert set(each["own models"].values()) == {0.0}
         assert all({**each["life"], **each["divided life"]}.values())
         assert each["skips"]["skipped"] == [2, 2]
         # What only updates read is added for the owners alone.
@@ -194,6 +202,7 @@ def test_what_cannot_be_sharded_is_told(fast):
         assert "change only its own slots" in told["counting"] and "count" in told["counting"]
         assert "change only its own slots" in told["own slots"]
         assert "before it is built" in told["built"]
+        assert "for a Outer, which holds other optimizers" in told["outer"]
         assert "read only in callbacks.Checkpoint" in told["between"]
 
 

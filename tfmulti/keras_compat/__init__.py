@@ -10,22 +10,23 @@ the tested versions, `table.READ` and `table.ATTRIBUTES` the private names that 
 # fmt: off
 from tfmulti.keras_compat.accessors import (
     HAS_AVERAGES, WithLogits, activated, activation_of, adopt_optimizer, all_layers, all_metrics,
-    averages_and_sums, axes_of, build_model, call_counter, calls_python,
+    averages_and_sums, axes_of, build_model, calls_python,
     compiled_losses, exclude_parts, inner_optimizer, is_batched, is_from_python,
     keep_on_each_replica, reads_by_python,
     local_statistics, loss_of, mask_of, masked_weights, metric_variables, noted_logits,
     output_loss_trackers,
-    own_losses, random_layers, remove_mask, replace_table, set_initial_epoch, set_mask, slots_of,
+    own_losses, path_of, random_layers, remove_mask, replace_table, set_initial_epoch, set_mask,
+    slots_of,
     stateful_layers,
     states_from_rows, step_of, sums_activity_penalty, take_initial_epoch, updated_variables,
-    variant_tensor,
+    variable_index, variant_tensor,
 )
 from tfmulti.keras_compat.batch_sizes import batch_sizes_of, batch_sizes_of_dataset
 from tfmulti.keras_compat.calls import (
     COMMUNICATION, RecordingScope, arguments_of_nodes, assigns, call_context, is_symbolic,
     layers_of_nodes, next_op, nodes_of, operations_inside, operations_within, own_ops,
-    part_of_calls, sources_of, standardized_inputs, unrepeatable_ops, values_of, variables_assigned,
-    variables_read,
+    noting_read, part_of_calls, sources_of, standardized_inputs, unrepeatable_ops, values_of,
+    variables_assigned,
 )
 from tfmulti.keras_compat.coordination import (
     SENT_AS, abort_collectives, check_peers, gather_from_workers, heartbeats, listen_for_ends,
@@ -65,13 +66,13 @@ from tfmulti.keras_compat.seeds import (
 )
 from tfmulti.keras_compat.replaced_steps import (
     accumulators, after_updates, clip_by, has_custom_step, is_accumulating,
-    is_update_step, noting_assigned, num_steps, strategy_of, track_variable, update_by,
-    variable_index,
+    is_update_step, noting_assigned, num_steps, own_parts_of_apply, strategy_of,
+    track_variable, update_by,
 )
 from tfmulti.keras_compat.stock import is_stock, users_function
 from tfmulti.keras_compat.streams import find_changing_order, made_of, source_tensors
 from tfmulti.keras_compat.table import TABLE, check_versions, install, installed_versions
 from tfmulti.keras_compat.tracing import (
-    has_built_layers, is_built, is_recorded, is_recording, noting_unbuilt,
+    has_built_layers, is_built, is_recorded, is_recording, is_taping, noting_unbuilt,
     tensors_read_after, tensors_read_from_before, unbuilt_metrics, without_rows,
 )

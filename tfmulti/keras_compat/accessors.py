@@ -356,15 +356,6 @@ def random_layers(model: keras.Model) -> list[keras.layers.Layer]:
     return [layer for layer in model._flatten_layers() if layer._seed_generators]
 
 
-def call_counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
-    """Returns the variable that counts an optimizer's calls.
-
-    With accumulation `iterations` counts only the calls that update weights, while Keras updates
-    moving averages in every call.
-    """
-    return optimizer._iterations
-
-
 def slots_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """Returns the variables of an optimizer except its count of steps and its learning rate."""
     apart = [optimizer._iterations, getattr(optimizer, "_learning_rate", None)]
@@ -380,3 +371,25 @@ def averages_and_sums(optimizer: keras.optimizers.Optimizer) -> list[keras.Varia
 def updated_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """Returns the variables for which an optimizer was built."""
     return list(optimizer._trainable_variables)
+
+
+def variable_index(optimizer, variable) -> int:
+    """Returns the place of a variable among those that an optimizer was built for.
+
+    Raises:
+        ValueError: If it was not built for it.
+    """
+    try:
+        return optimizer._get_variable_index(variable)
+    except KeyError:
+        raise ValueError(
+            "An optimizer updates only the variables that it was built for. Received: "
+            f"{path_of(variable)}, which {optimizer.name} does not know. After layers are "
+            "unfrozen, compile with a new optimizer: type(optimizer).from_config("
+            "optimizer.get_config())."
+        ) from None
+
+
+def path_of(variable) -> str:
+    """Returns the path of a variable of Keras, or the name of one of TensorFlow."""
+    return getattr(variable, "path", variable.name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import re
 from collections.abc import Callable, Iterator
 
@@ -173,19 +172,19 @@ def assigns(kind: str) -> bool:
     return bool(_ASSIGNS.match(kind))
 
 
-def variables_read(since: int, variables: list[keras.Variable]) -> list[keras.Variable]:
-    """Returns the variables that the graph being built reads; none outside of a graph.
+@contextlib.contextmanager
+def noting_read(variables: list[keras.Variable]) -> Iterator[list[keras.Variable]]:
+    """Yields a list to which it adds, in the end, what the context and its branches read.
 
     Args:
-        since: `next_op()` before the ops in question were created.
-        variables: Candidates.
+        variables: Candidates, of those that TensorFlow takes for trainable.
     """
-    if tf.executing_eagerly():
-        return []
-    graph = tf.compat.v1.get_default_graph()
-    new = itertools.takewhile(lambda op: op._id >= since, reversed(graph.get_operations()))
-    read = {id(_given_from_outside(op.inputs[0])) for op in new if op.type == "ReadVariableOp"}
-    return _with_handles(variables, read)
+    read: list[keras.Variable] = []
+    with tf.GradientTape() as tape:
+        yield read
+    local = tf.distribute.get_strategy().experimental_local_results
+    handles = {id(copy.handle) for each in tape.watched_variables() for copy in local(each)}
+    read += _with_handles(variables, handles)
 
 
 def variables_assigned(variables: list[keras.Variable], apart=()) -> list[keras.Variable]:
@@ -229,7 +228,8 @@ def operations_inside(op: tf.Operation, apart=()) -> Iterator[tf.Operation]:
 def _with_handles(variables, handles):
     """Returns the variables whose handle, or that of this worker's copy, has one of the ids."""
     strategy = tf.distribute.get_strategy()
-    copies = [strategy.experimental_local_results(variable.value)[0] for variable in variables]
+    values = [v.value if isinstance(v, keras.Variable) else v for v in variables]
+    copies = [strategy.experimental_local_results(value)[0] for value in values]
     return [variable for variable, copy in zip(variables, copies) if id(copy.handle) in handles]
 
 

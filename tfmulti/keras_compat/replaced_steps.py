@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import types
 
 import keras
@@ -15,6 +16,10 @@ from tensorflow.python.eager.polymorphic_function import autograph_util, functio
 
 from tfmulti import marks
 from tfmulti.keras_compat import held
+from tfmulti.keras_compat.stock import is_stock
+
+# The names by which Keras's methods take all gradients of an update.
+_GRADIENTS = {"grads", "grads_and_vars", "values"}
 
 
 def update_alike(plain):
@@ -69,14 +74,15 @@ def _by_device(variables):
         yield contextlib.nullcontext() if device is None else tf.device(device), there
 
 
-def within_replicas(original, one_update):
+def within_replicas(original, update_of_keras):
     """Refuses to apply an optimizer of several replicas outside of a replica.
 
     An optimizer of one replica can be applied anywhere, as without a strategy.
 
     Args:
         original: Keras's own method.
-        one_update: Function of gradients that returns a context, with those of the whole batch.
+        update_of_keras: Function of the optimizer, gradients and variables that returns a context,
+            with the gradients of the whole batch that this worker needs.
     """
 
     def apply(self, grads, trainable_variables=None):
@@ -93,8 +99,10 @@ def within_replicas(original, one_update):
             )
         # With one replica, a step may use an optimizer that was created in no scope, as in Keras.
         entered = here or tf.distribute.has_strategy()
-        with contextlib.nullcontext() if entered else strategy.scope(), one_update(grads) as own:
-            return original(self, own, trainable_variables)
+        variables = None if trainable_variables is None else list(trainable_variables)
+        scope = contextlib.nullcontext() if entered else strategy.scope()
+        with scope, update_of_keras(self, grads, variables) as own:
+            return original(self, own, variables)
 
     return apply
 
@@ -129,11 +137,6 @@ def is_update_step(optimizer):
 def strategy_of(optimizer: keras.optimizers.Optimizer) -> tf.distribute.Strategy:
     """Returns the strategy in whose scope an optimizer was created."""
     return optimizer._distribution_strategy
-
-
-def variable_index(optimizer, variable) -> int:
-    """Returns the place of a variable among those that an optimizer was built for."""
-    return optimizer._get_variable_index(variable)
 
 
 @contextlib.contextmanager
@@ -209,6 +212,21 @@ def clip_by(optimizer, **functions) -> None:
 
     for name, method in (("_backend_apply_gradients", apply_gradients), ("_clip_gradients", clip)):
         object.__setattr__(optimizer, name, types.MethodType(method, optimizer))
+
+
+def own_parts_of_apply(optimizer) -> list[str]:
+    """Returns what an optimizer's class, unlike Keras's own, does by itself within Keras's `apply`.
+
+    These are the private methods that are given all gradients, such as `_clip_gradients`.
+    """
+    found, base = [], keras.optimizers.Optimizer
+    for name in dir(base):
+        own, stock = getattr(type(optimizer), name), getattr(base, name)
+        if name[0] == "_" != name[1] and inspect.isfunction(stock) and not is_stock(own):
+            taken = inspect.signature(stock).parameters
+            # What this package has replaced is no one's own.
+            found += [name] if own is not stock and _GRADIENTS.intersection(taken) else []
+    return found
 
 
 def has_custom_step(model: keras.Model, kind: str) -> bool:

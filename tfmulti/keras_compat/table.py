@@ -110,6 +110,7 @@ READ = (
     (ops, "get_gradient_function", ("op",)),
     (registry.Registry, "_registry", None),
     (pywrap_tfe, "TFE_Py_TapeSetShouldRecordBackprop", None),
+    (pywrap_tfe, "TFE_Py_TapeSetIsEmpty", None),
     (mwms.CollectiveAllReduceExtended, "_initialize_local_devices", ("worker_device",)),
     (mwms.CollectiveAllReduceExtended, "_batch_reduce_to", ("reduce_op", "options")),
     (

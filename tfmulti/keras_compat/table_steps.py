@@ -317,7 +317,7 @@ _OPTIMIZERS = (
             replacement.of_optimizer,
             message,
             canary,
-            ("one_update",),
+            ("update_of_keras",),
             arguments=("grads", "trainable_variables"),
         )
         for kind, message, canary in (

@@ -327,6 +327,11 @@ def is_recorded(tensors: list[tf.Tensor]) -> bool:
     return bool(tensors) and pywrap_tfe.TFE_Py_TapeSetShouldRecordBackprop(tensors)
 
 
+def is_taping() -> bool:
+    """Whether a tape records what this thread computes."""
+    return not pywrap_tfe.TFE_Py_TapeSetIsEmpty()
+
+
 def is_recording() -> bool:
     """Whether this thread is in a `RecordingScope`."""
     return in_stateless_scope() and isinstance(get_stateless_scope(), RecordingScope)

@@ -39,7 +39,7 @@ class FiniteGuard:
         """Applies gradients if all are finite; else counts a skipped update."""
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
-            self._names = [variable.path for variable in trainable_variables]
+            self._names = [keras_compat.path_of(each) for each in trainable_variables]
             # Slots cannot be created within the branch below.
             if not optimizer.built:
                 optimizer.build(trainable_variables)

@@ -168,8 +168,7 @@ def update(optimizer: keras.optimizers.Optimizer, grads, variables) -> None:
     """
 
     def apply():
-        with keras_compat.held_values():
-            type(optimizer).apply(optimizer, grads, variables)
+        type(optimizer).apply(optimizer, grads, variables)
         return tf.constant(True)
 
     def count():

@@ -51,10 +51,14 @@ def optimizers_of(model: keras.Model, *, nested: bool = False) -> list:
     found = _search(model)
     if nested:
         return found
-    # Layers are skipped: an optimizer may hold a reference to the model.
-    within = [_search(each, skipped=keras.layers.Layer) for each in found]
-    within = {id(inner) for each, inners in zip(found, within) for inner in inners}
+    within = {id(inner) for each in found for inner in optimizers_within(each)}
     return [each for each in found if id(each) not in within]
+
+
+def optimizers_within(optimizer: keras.optimizers.Optimizer) -> list:
+    """Returns the optimizers that an optimizer holds, and hands updates to."""
+    # Layers are skipped: it may hold a reference to the model.
+    return _search(optimizer, skipped=keras.layers.Layer)
 
 
 def optimizers_in_use(model, *, nested: bool = False) -> list:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+from collections.abc import Iterator
 
 import keras
 
@@ -152,7 +153,9 @@ def _refuse_several(inner, **settings) -> None:
     without rows would have to do for it.
     """
     name, value = next(((n, v) for n, v in settings.items() if v not in (None, 1)), (None, None))
-    if name is not None and hasattr(inner, "optimizers"):
+    # `MultiOptimizer` creates those within it when it is built.
+    has_inner = hasattr(inner, "optimizers") or model_contents.optimizers_within(inner)
+    if name is not None and has_inner:
         raise ValueError(
             f"`{name}` needs an optimizer that updates all weights itself. Received: "
             f"{name}={value!r} for a {type(inner).__name__}, which holds other optimizers. Leave "
@@ -231,6 +234,22 @@ def _apply(self, grads, trainable_variables=None):
     """Applies gradients of the whole batch; reduces them first if no tape has done so."""
     variables = None if trainable_variables is None else list(trainable_variables)
     with gradients.one_update(grads) as reduced:
-        own = sharded_state.held_gradients(self, reduced, variables)
-        with keras_compat.held_values():
-            finite.update_of(self)(self, own, variables)
+        finite.update_of(self)(self, reduced, variables)
+
+
+@contextlib.contextmanager
+def update_of_keras(optimizer, grads, variables) -> Iterator[list]:
+    """Yields the gradients that Keras's own `apply` takes, in a context with what is held here.
+
+    An `apply` of the user's own, which calls it, has whole gradients and reads whole weights.
+
+    Args:
+        optimizer: The optimizer, or a `LossScaleOptimizer`.
+        grads: Its gradients; reduced first if no tape has done so.
+        variables: Their variables; None for those that it was built for.
+    """
+    shards = marks.SHARDS.get(optimizer)
+    if shards is not None:
+        shards.updates.assign_add(1)
+    with gradients.one_update(grads) as reduced, keras_compat.held_values():
+        yield sharded_state.held_gradients(optimizer, reduced, variables)

@@ -32,8 +32,9 @@ class ShardedParameter(keras_compat.HeldVariable):
 
     Attributes:
         owner: The number of the worker that holds it.
-        counters: The variables that count the calls of the optimizers that update it. The
+        counters: The variables that count the updates of the optimizers that update it. The
             optimizers themselves, with their slots, would stay in memory as long as the weight.
+        own_counter: What counts the runs of steps that assign it by themselves, or None.
         reads: A weak reference to the latest step that reads it, and how often that step does.
         unreduced: Whether its latest gradient is still to be added over workers.
         stages: The number of stages of the pipeline that contains it, or None. Only its stage
@@ -41,7 +42,7 @@ class ShardedParameter(keras_compat.HeldVariable):
             that of the first copy.
     """
 
-    reads, unreduced, stages = (None, 0), False, None
+    reads, unreduced, stages, own_counter = (None, 0), False, None, None
 
     @property
     def has_whole(self) -> bool:
@@ -103,7 +104,7 @@ class Parameters:
         # The bytes that each worker holds. Those of deleted models count too: each worker deletes
         # them at a time of its own, and all must choose the same owners.
         self._held = [0] * topology.num_workers(strategy)
-        self.values = slots.OwnedValues(strategy, _step)
+        self.values = slots.OwnedValues(strategy)
 
     def shard(self, variable: keras.Variable, owner: int | None = None) -> None:
         """Shards a variable, if it is large and not sharded yet.
@@ -112,9 +113,9 @@ class Parameters:
             variable: A weight.
             owner: The worker that will hold it; None for the one that holds the fewest bytes.
         """
-        if isinstance(variable, ShardedParameter) or not keras_compat.is_initialized(variable):
+        if isinstance(variable, ShardedParameter) or not isinstance(variable, keras.Variable):
             return
-        if not is_large(variable):
+        if not keras_compat.is_initialized(variable) or not is_large(variable):
             return
         owner = owners.with_fewest(self._held) if owner is None else owner
         self._hold(variable, owner, owner == self.worker)
@@ -149,10 +150,6 @@ class Parameters:
         keras_compat.hold(variable, ShardedParameter, self._strategy(), is_here)
         variable.owner, variable.parameters = owner, self
         variable.counters = []
-
-
-def _step(variable) -> int:
-    return sum(int(keras.ops.convert_to_numpy(counter)) for counter in variable.counters)
 
 
 def in_replica() -> bool:
@@ -305,12 +302,19 @@ def only_update_reads() -> bool:
 
 
 def only_update_reads_gradients(model: keras.Model) -> bool:
-    """Whether Keras's own step hands gradients directly to an optimizer of Keras's own."""
+    """Whether Keras's own step hands what is differentiated now to an optimizer of Keras's own."""
     optimizer = getattr(model, "optimizer", None)
-    inner = keras_compat.inner_optimizer(optimizer)
-    stock = inner is not None and all(keras_compat.is_stock(type(x)) for x in (optimizer, inner))
-    # An optimizer or a step of the user's own may read the gradients, as a norm for the logs does.
-    return stock and not keras_compat.has_custom_step(model, "train")
+    # Keras's own step ends its tape before it differentiates. What a loss takes is recorded.
+    if optimizer is None or keras_compat.is_taping():
+        return False
+    # A step, logs or an optimizer of the user's own may read the gradients, as for their norm.
+    if keras_compat.has_custom_step(model, "train"):
+        return False
+    parts = [type(model).compute_metrics]
+    for each in (optimizer, keras_compat.inner_optimizer(optimizer)):
+        # Methods too, which may have been replaced in the object.
+        parts += [type(each), each.apply, each.apply_gradients]
+    return all(keras_compat.is_stock(part, "tfmulti") for part in parts)
 
 
 def is_unreduced(variable) -> bool:

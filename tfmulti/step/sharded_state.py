@@ -34,7 +34,8 @@ def shard_state(optimizer: keras.optimizers.Optimizer, shard: str) -> None:
         shard: `"state"`, or `"parameters"` to keep large weights only on their owners as well.
 
     Raises:
-        ValueError: If the optimizer already has its slots, or a worker has several replicas.
+        ValueError: If the optimizer already has its slots, its class replaces what Keras does with
+            gradients that are sharded, or a worker has several replicas.
     """
     if marks.SHARDS.get(optimizer) is not None:
         return
@@ -51,6 +52,8 @@ def shard_state(optimizer: keras.optimizers.Optimizer, shard: str) -> None:
         )
     parameters.refuse_several_replicas(strategy)
     shards_parameters = shard == "parameters"
+    if shards_parameters:
+        split_weights.refuse_own_parts(optimizer)
     shards = Shards(optimizer, strategy, shards_parameters)
     marks.SHARDS.set(optimizer, shards)
     # `apply` is that of the distributed optimizer, or of the one for loss scaling around it.
@@ -166,6 +169,7 @@ class Shards:
         slots: The slots of all workers, in the order of `optimizer.variables`.
         shards_parameters: The argument.
         values: Reads slots outside of a step.
+        updates: Counts the updates that have run.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, strategy, shards_parameters: bool):
@@ -175,8 +179,8 @@ class Shards:
         self._owners: list[int | None] = []
         # By their places, the variables whose rows are divided over all workers.
         self._splits: dict[int, split_weights.Split] = {}
-        self.shards_parameters = shards_parameters
-        self.values = slots.OwnedValues(strategy, self._step)
+        self.shards_parameters, self.updates = shards_parameters, slots.create_counter()
+        self.values = slots.OwnedValues(strategy)
         self._reduces_to_owners = getattr(strategy.extended, "reduce_to_owners", None) is not None
 
     @property
@@ -213,7 +217,7 @@ class Shards:
             for variable, owner in zip(variables, self._owners):
                 sharded.shard(variable, owner)
                 if isinstance(variable, parameters.ShardedParameter):
-                    variable.counters.append(keras_compat.call_counter(self._optimizer))
+                    variable.counters.append(self.updates)
         self._is_here = [
             getattr(variable, "is_here", owner in (None, self.worker))
             for variable, owner in zip(variables, self._owners)
@@ -228,7 +232,7 @@ class Shards:
         watched = slots.Watched(variables)
 
         def add_variable_from_reference(reference_variable, name=None, initializer="zeros"):
-            path = getattr(reference_variable, "path", reference_variable.name)
+            path = keras_compat.path_of(reference_variable)
             full_name = f"{path.replace('/', '_').replace(':', '_')}_{name or 'var'}"
             # Without the setting, a slot of that name is one of the optimizer's own.
             whole = getattr(optimizer, _WHOLE.get(name, ""), None)
@@ -293,6 +297,7 @@ class Shards:
         )
         if owners.is_uneven(held):
             largest = max(variables, key=owners.bytes_of)
+            path = keras_compat.path_of(largest)
             advice = (
                 "A sharded weight has one owner; tfmulti.tensor_parallel splits tables."
                 if self.shards_parameters
@@ -301,7 +306,7 @@ class Shards:
             )
             warnings.warn(
                 f"Sharded state is uneven: one worker keeps the slots of {most / 1e6:.1f} MB of "
-                f"weights, the mean is {mean / 1e6:.1f} MB; {largest.path} alone has "
+                f"weights, the mean is {mean / 1e6:.1f} MB; {path} alone has "
                 f"{owners.bytes_of(largest) / 1e6:.1f} MB. {advice}",
                 stacklevel=2,
             )
@@ -383,11 +388,8 @@ class Shards:
         computed = [g for g in tf.nest.flatten(gradients, expand_composites=True) if g is not None]
         # A step that fails does so before any worker waits: MPI would match that with a later call.
         with tf.control_dependencies(computed):
-            values = [tf.identity(getattr(each, "value", each)) for each, _ in sent]
+            values = [tf.identity(tf.convert_to_tensor(each)) for each, _ in sent]
         rows = {i for i, (x, _) in enumerate(sent) if isinstance(x, keras_compat.UpdatedRows)}
         owned_by = [owner for _, owner in sent]
         for place, value in owners.from_owners(self._strategy, values, owned_by, rows):
             self._optimizer.assign(sent[place][0], value)
-
-    def _step(self, _slot) -> int:
-        return int(keras.ops.convert_to_numpy(keras_compat.call_counter(self._optimizer)))

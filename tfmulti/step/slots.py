@@ -38,6 +38,7 @@ class SlotVariable(keras.Variable):
         owner: The number of the worker that keeps it.
         is_here: Whether that is this worker.
         has_whole: Whether this worker keeps the whole value.
+        own_counter: What counts the runs of steps that assign it by themselves, or None.
 
     Args:
         shards: The shards of the optimizer.
@@ -51,6 +52,8 @@ class SlotVariable(keras.Variable):
             moving average; it is empty where the weight is.
         held: The shape of this worker's part; None if the slot is not split.
     """
+
+    own_counter = None
 
     def __init__(
         self,
@@ -75,6 +78,11 @@ class SlotVariable(keras.Variable):
     def shape(self):
         """The shape of the owner's value."""
         return self._whole
+
+    @property
+    def counters(self) -> list[tf.Variable]:
+        """What counts the updates that change it."""
+        return [self._shards.updates]
 
     @property
     def has_whole(self) -> bool:
@@ -120,16 +128,16 @@ class SlotVariable(keras.Variable):
 class OwnedValues:
     """Reads slots and sharded weights, each kept by one worker, outside of a step.
 
-    A gathered value is kept in a temporary file, and is valid until the next update.
+    A gathered value is kept in a temporary file, and is valid until a step runs that changes it.
 
     Args:
         strategy: A strategy with one replica for each worker.
-        step: Function of a variable that returns the number of its updates so far.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, step: Callable[[object], int]):
-        self._strategy, self._step = weakref.ref(strategy), step
-        # By the number of a variable: the step at which its value was kept, and where in the file.
+    def __init__(self, strategy: tf.distribute.Strategy):
+        self._strategy = weakref.ref(strategy)
+        # By the number of a variable: how often it had changed when its value was kept, and where
+        # that is in the file.
         self._kept_at: dict[int, int] = {}
         self._begins: dict[int, int] = {}
         # By shape and dtype: where values of variables that no longer exist are in the file.
@@ -146,7 +154,7 @@ class OwnedValues:
         one that `keep` has kept.
 
         Raises:
-            RuntimeError: If the value was not kept at this step.
+            RuntimeError: If the value was not kept, or a step has changed it since.
         """
         if is_gathering():
             join_gathering()
@@ -180,7 +188,10 @@ class OwnedValues:
         self.keep([v for v in variables if self._is_kept(v)])
 
     def keep_value(self, variable, value):
-        """Keeps a variable's whole value, which all workers know at this step; returns it."""
+        """Keeps a variable's whole value, which all workers know; returns it.
+
+        A step that is traced counts its runs instead, each of which changes the value.
+        """
         if tf.executing_eagerly():
             number = _number_of(variable)
             if not variable.has_whole:
@@ -191,7 +202,11 @@ class OwnedValues:
                     # As the owner's assignment does: `read` takes the file's bytes for this dtype.
                     dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
                     np.save(self._file, np.asarray(value, dtype))
-            self._kept_at[number] = self._step(variable)
+            self._kept_at[number] = _num_changes(variable)
+        else:
+            if variable.own_counter is None:
+                variable.own_counter = create_counter()
+            variable.own_counter.assign_add(1)
         return value
 
     def _new_begin(self, variable) -> int:
@@ -207,7 +222,7 @@ class OwnedValues:
         self._kept_at.pop(_number_of(variable), None)
 
     def _is_kept(self, variable) -> bool:
-        return self._kept_at.get(_number_of(variable)) == self._step(variable)
+        return self._kept_at.get(_number_of(variable)) == _num_changes(variable)
 
     def gathered(self, variable) -> np.ndarray:
         """Returns a variable's whole value from its owner; a collective."""
@@ -236,6 +251,22 @@ class OwnedValues:
         run = tf.function(lambda own: get_strategy().run(on_replica, args=(own,)), autograph=False)
         # If called directly, TensorFlow would warn of one function's traces for many shapes.
         return run.get_concrete_function(own)
+
+
+def create_counter() -> tf.Variable:
+    """Returns a variable that counts what has run, unlike `iterations`, which files restore."""
+
+    def create():
+        with tf.device("CPU:0"):
+            return tf.Variable(0, trainable=False, dtype=tf.int64, name="tfmulti_changes")
+
+    # In the strategy's scope it would be a variable of all workers.
+    return keras_compat.call_outside_scope(create)
+
+
+def _num_changes(variable) -> int:
+    own = [] if variable.own_counter is None else [variable.own_counter]
+    return sum(int(counter.numpy()) for counter in (*variable.counters, *own))
 
 
 def refuse_other_shape(variable, value) -> None:
@@ -320,18 +351,17 @@ def refusing_shared_state(optimizer: keras.optimizers.Optimizer, variable) -> It
         RuntimeError: For such a variable, with its name.
     """
     others = keras_compat.updated_variables(optimizer)
-    path = others.pop(keras_compat.variable_index(optimizer, variable)).path
-    since = 0 if tf.executing_eagerly() else keras_compat.next_op()
+    path = keras_compat.path_of(others.pop(keras_compat.variable_index(optimizer, variable)))
     shared = [v for v in optimizer.variables if not isinstance(v, SlotVariable)]
-    with keras_compat.noting_assigned(shared) as changed:
+    noting = keras_compat.noting_read(others), keras_compat.noting_assigned(shared)
+    with noting[0] as read, noting[1] as changed:
         yield
-    read = keras_compat.variables_read(since, others)
     if read:
         raise RuntimeError(
             "With sharded state an update of a variable may read only that variable. "
             f"Received: {type(optimizer).__name__}.update_step of {path}, which "
-            f"reads {read[0].path}. Compute what needs all variables before the updates, in "
-            "the step, or leave shard out for this optimizer."
+            f"reads {keras_compat.path_of(read[0])}. Compute what needs all variables before the "
+            "updates, in the step, or leave shard out for this optimizer."
         )
     if changed:
         raise RuntimeError(

@@ -179,10 +179,15 @@ def noted_kind(grad, variable, model: keras.Model | None) -> str:
 def _trace_reads(model, x) -> list[tuple[int, str]]:
     """Returns, for each read of rows, the id of the table and the kind of the read."""
     variables = model.trainable_variables
-    others = [tf.convert_to_tensor(variable) for variable in model.non_trainable_variables]
-    reads = []
+    frozen, reads = model.non_trainable_variables, []
+    # A sharded one may not be readable now, and says nothing of rows that are read.
+    held = [each for each in frozen if isinstance(each, keras_compat.HeldVariable)]
+    is_held = {id(each) for each in held}
+    known = [None if id(each) in is_held else tf.convert_to_tensor(each) for each in frozen]
 
-    def call(tables, x):
+    def call(tables, held, x):
+        rest = iter(held)
+        others = [next(rest) if value is None else value for value in known]
         model.stateless_call(tables, others, x, training=True)
         ids = {table.op.name: id(variable) for table, variable in zip(tables, variables)}
         graph = tf.compat.v1.get_default_graph()
@@ -191,9 +196,9 @@ def _trace_reads(model, x) -> list[tuple[int, str]]:
                 table = ids[gather.inputs[0].op.name]
                 reads.append((table, _kind(gather.inputs[1])))
 
-    tables = [tf.TensorSpec(table.shape, table.dtype) for table in variables]
+    specs = [[tf.TensorSpec(v.shape, v.dtype) for v in some] for some in (variables, held)]
     rows = tf.nest.map_structure(keras_compat.without_rows, x)
-    tf.function(call, autograph=False).get_concrete_function(tables, rows)
+    tf.function(call, autograph=False).get_concrete_function(*specs, rows)
     return reads
 
 

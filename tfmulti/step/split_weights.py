@@ -274,7 +274,7 @@ def owners_of_updates(
     known = {place: v.owner for place, v in enumerate(variables) if hasattr(v, "owner")}
     places = set(range(len(variables))) - set(known) if by_rows else set()
     # With fewer rows than workers, some of these would have none.
-    have_rows = {p for p in places if variables[p].shape and variables[p].shape[0] >= num_workers}
+    have_rows = {p for p in places if [*variables[p].shape[:1]] >= [num_workers]}
     divisible = have_rows if updates_elements(optimizer) else ()
     sizes = [owners.owned_bytes(variable) for variable in variables]
     return owners.by_bytes(sizes, num_workers, known, divisible)
@@ -310,4 +310,20 @@ def refuse_other_updates(optimizer: keras.optimizers.Optimizer, variables) -> No
             f"Received: {type(optimizer).__name__}, and {parts[0].path}, which is split. "
             f"Use one of {', '.join(_OF_ELEMENTS)}, or shard='parameters' without "
             "tfmulti.tensor_parallel."
+        )
+
+
+def refuse_own_parts(optimizer: keras.optimizers.Optimizer) -> None:
+    """Raises ValueError for a class whose own code would get only the gradients that are held here.
+
+    Args:
+        optimizer: The optimizer, whose weights are to be sharded.
+    """
+    own = keras_compat.own_parts_of_apply(optimizer)
+    if own:
+        raise ValueError(
+            "With shard='parameters' a class of an optimizer may define `apply`, which gets all "
+            "gradients, and `update_step`, but none of Keras's private methods for gradients, of "
+            f"which each worker has some. Received: {type(optimizer).__name__}.{own[0]}. Change "
+            "gradients in `apply` before you call super().apply, or use shard='state'."
         )

@@ -40,7 +40,7 @@ from tfmulti.step import (
     sharded_state,
     whole_batch,
 )
-from tfmulti.step.optimizer import distribute_loaded
+from tfmulti.step.optimizer import distribute_loaded, update_of_keras
 from tfmulti.strategies import (
     alike,
     checks,
@@ -284,7 +284,6 @@ def _repair_keras():
         predict=predict_on_batch.predict,
         prepare_callback=fit_callbacks.prepare_callback,
         recompute=activations.recomputed,
-        one_update=gradients.one_update,
         reduce_loss=losses.reduce_loss,
         refuse=checks.refuse_outside_scope,
         regularization_loss=losses.regularization_loss,
@@ -293,6 +292,7 @@ def _repair_keras():
         finite_on_all=finite.finite_on_all,
         result_or_logs=program_order.result_or_logs,
         update_metric_function=whole_batch.update_metric_function,
+        update_of_keras=update_of_keras,
         weight_mean=logs.weight_mean,
         note_result=logs.note_result,
     )
