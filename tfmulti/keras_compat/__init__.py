@@ -11,7 +11,7 @@ the tested versions, `table.READ` and `table.ATTRIBUTES` the private names that 
 from tfmulti.keras_compat.accessors import (
     HAS_AVERAGES, WithLogits, activated, activation_of, adopt_optimizer, all_layers, all_metrics,
     averages_and_sums, axes_of, build_model, call_counter, calls_python,
-    compiled_losses, exclude_parts, inner_optimizer, is_batched, is_from_python,
+    compiled_losses, exclude_parts, given_to_compile, inner_optimizer, is_batched, is_from_python,
     keep_on_each_replica, reads_by_python,
     local_statistics, loss_of, mask_of, masked_weights, metric_variables, noted_logits,
     output_loss_trackers,
