@@ -213,9 +213,12 @@ def is_from_python(dataset: tf.data.Dataset) -> bool:
 def reads_by_python(epoch_iterator) -> bool:
     """Whether reading a batch calls Python code, of which another call may draw other numbers."""
     adapter = epoch_iterator.data_adapter
-    if hasattr(adapter, "py_dataset"):
-        return True
-    return calls_python(getattr(adapter, "_dataset", None))
+    dataset = getattr(adapter, "_dataset", None)
+    if isinstance(dataset, tf.data.Dataset | tf.distribute.DistributedDataset):
+        return calls_python(dataset)
+    # Anything but arrays, and a generator, of which Keras has drawn the first batches: a
+    # `PyDataset`, a loader of PyTorch, a dataset of Grain, an adapter of the user's own.
+    return not (hasattr(adapter, "_inputs") or hasattr(adapter, "_first_batches"))
 
 
 def calls_python(dataset) -> bool:
