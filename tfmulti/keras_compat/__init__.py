@@ -72,5 +72,5 @@ from tfmulti.keras_compat.streams import find_changing_order, made_of, source_te
 from tfmulti.keras_compat.table import TABLE, check_versions, install, installed_versions
 from tfmulti.keras_compat.tracing import (
     has_built_layers, is_built, is_recorded, is_recording, noting_unbuilt,
-    tensors_read_after, tensors_read_from_before, unbuilt_metrics, without_rows,
+    tensors_read_after, tensors_read_from_before, unbuilt_layers, unbuilt_metrics, without_rows,
 )

@@ -48,14 +48,19 @@ class CustomPart:
     Attributes:
         kind: A constant of this module.
         name: Its name.
-        where: File and line; empty if unknown.
         thing: The object; for a function within a layer, the layer.
+        source: The object itself, or that function.
     """
 
     kind: str
     name: str
-    where: str
     thing: object
+    source: object
+
+    @property
+    def where(self) -> str:
+        """File and line; empty if unknown."""
+        return where_is(self.source)
 
     def __str__(self):
         return f"{self.name} ({self.where})" if self.where else self.name
@@ -118,7 +123,7 @@ def where_is(thing) -> str:
 
 def _of(kind, thing, name=None, holder=None) -> CustomPart:
     name = name or getattr(thing, "__name__", type(thing).__name__)
-    return CustomPart(kind, name, where_is(thing), holder or thing)
+    return CustomPart(kind, name, holder or thing, thing)
 
 
 def _method(model, name):
