@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras import ops
 from replicas import create_strategy
 
+import tfmulti
 from tfmulti.verification import graph_search
 
 GENERATOR = np.random.default_rng(0)
@@ -85,6 +86,34 @@ def test_no_decision_is_told_where_none_is_made():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*decides by a number")
         fit(lambda a, b: a + 2 * b)
+
+
+class Scaled(keras.layers.Layer):
+    def call(self, x, scale):
+        return x * tf.maximum(scale, 0.1)
+
+
+class RunsAgain(keras.Model):
+    """A block that is given a number, and runs again for gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.block = keras.layers.Dense(2), Scaled()
+        self.scale = self.add_weight(shape=(), initializer="ones", trainable=False)
+
+    def call(self, x):
+        return self.block(self.dense(x), self.scale * 2)
+
+
+def test_a_second_run_that_waits_for_gradients_does_not_decide_by_them():
+    with create_strategy(2).scope():
+        model = RunsAgain()
+        model(ROWS[:2])
+        tfmulti.checkpoint_activations(model, [model.block])
+        model.compile("sgd", "mse")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*decides by a number")
+        model.fit(ROWS, TARGETS, batch_size=24, verbose=0)
 
 
 @tf.function(autograph=False)

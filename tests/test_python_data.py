@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from replicas import create_strategy
 
 NUM_BATCHES, SIZE = 5, 8
@@ -61,6 +62,18 @@ def read_ahead(noise, strategy):
 
     dataset = tf.data.Dataset.from_generator(generate, output_signature=SIGNATURE)
     return known(dataset.prefetch(8 * NUM_BATCHES), 8 * NUM_BATCHES)
+
+
+class Loader(DataAdapter):
+    """Hands on data as those of Keras's for PyTorch's `DataLoader` and for Grain do."""
+
+    num_batches, batch_size, has_partial_batch, partial_batch_size = NUM_BATCHES, SIZE, False, None
+
+    def __init__(self, noise, strategy):
+        self.noise = noise
+
+    def get_tf_dataset(self):
+        return from_generator(self.noise, None)
 
 
 def known(dataset, number=NUM_BATCHES):
@@ -130,7 +143,7 @@ def assert_same(found, expected):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_global", [False, True], ids=["own", "global"])
-@pytest.mark.parametrize("make", [Batches, from_generator, mapped])
+@pytest.mark.parametrize("make", [Batches, from_generator, mapped, Loader])
 def test_no_batch_is_read_for_verification(make, is_global):
     expected = train(1, make, is_global)
     for verify in ("always", "never"):

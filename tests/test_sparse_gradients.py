@@ -41,15 +41,19 @@ def of_any_length(x, y):
     return data.apply(tf.data.experimental.assert_cardinality(len(x)))
 
 
-def train(num_replicas, optimizer, repeated=False, remainder="uneven", **options):
+def train(num_replicas, optimizer, repeated=False, remainder="uneven", again=False, **options):
     random = np.random.RandomState(0)
     x, y = random.randint(0, VOCABULARY, (41, LENGTH)), random.randint(0, 3, 41)
-    strategy = create_strategy(num_replicas)
+    strategy = create_strategy(num_replicas, verify="never" if again else "auto")
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = keras.Sequential(
             [Positions(repeated), layers.GlobalAveragePooling1D(), layers.Dense(3)]
         )
+        if again:
+            model.build((None, LENGTH))
+            tables = [model.layers[0].positions, model.layers[0].tokens]
+            tfmulti.checkpoint_activations(model, tables)
         model.compile(
             tfmulti.DistributedOptimizer(optimizer()),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -81,6 +85,12 @@ def train(num_replicas, optimizer, repeated=False, remainder="uneven", **options
 def test_positions_count_once(optimizer, repeated, remainder):
     one = train(1, optimizer, repeated, remainder)
     three = train(3, optimizer, repeated, remainder)
+    np.testing.assert_allclose(three, one, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_positions_count_once_in_a_layer_that_runs_again(eager):
+    one, three = train(1, clipped), train(3, clipped, again=True, run_eagerly=eager)
     np.testing.assert_allclose(three, one, rtol=0, atol=1e-6)
 
 
@@ -167,9 +177,15 @@ def distinct_tokens():
     return tokens, [keras.Input((LENGTH,), dtype="int64"), Distinct(), layers.Flatten()]
 
 
+def distinct_tokens_again():
+    tokens, body = distinct_tokens()
+    tfmulti.checkpoint_activations(keras.Sequential(body), [body[1].table])
+    return tokens, body
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("create", [sparse_inputs, distinct_tokens])
+@pytest.mark.parametrize("create", [sparse_inputs, distinct_tokens, distinct_tokens_again])
 def test_rows_that_occur_once_count_once(create, eager):
     def train(num_replicas):
         strategy = create_strategy(num_replicas)

@@ -396,13 +396,50 @@ class Keeps(keras.callbacks.Callback):
         self.note()
 
 
+def own(y_true, y_pred):
+    return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
+
+
+class Own(keras.metrics.Mean):
+    """A class that is not Keras's."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(own(y_true, y_pred), sample_weight)
+
+
 @pytest.mark.slow
 def test_stock_models_and_predict_keep_no_batches():
-    for make, settings, expected in ((stock, {"loss": "mse"}, False), (Step, {}, True)):
+    custom, by_keras = {"loss": own}, {"loss": "mse"}
+    for make, settings, expected in (
+        (stock, by_keras, False),
+        (stock, custom, True),
+        (Step, {}, True),
+    ):
         callback = Keeps()
         model, _ = fit(2, make, callbacks=[callback], compiled=settings)
         assert callback.seen == [expected, False, expected]
         assert not model.distribute_strategy.keeps_samples
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (lambda: {"loss": own}, True),
+        (lambda: {"loss": [own]}, True),
+        (lambda: {"loss": {"output": "mse", "other": own}}, True),
+        (lambda: {"loss": "mse", "metrics": ["mae", Own()]}, True),
+        (lambda: {"loss": "mse", "weighted_metrics": [[own]]}, True),
+        (lambda: {"loss": keras.losses.CosineSimilarity(axis=0)}, True),
+        (lambda: {"loss": ["mse"], "metrics": ["accuracy", "ce", None]}, False),
+        (lambda: {"loss": {"output": "mae"}, "metrics": {"output": keras.metrics.AUC()}}, False),
+    ],
+)
+def test_what_was_given_to_compile_is_known_before_keras_creates_it(settings, expected):
+    with create_strategy(2).scope(), keras.utils.custom_object_scope({"own": own}):
+        model = stock()
+        model.compile("sgd", **settings())
+        assert verification.may_be_verified(model, "train") == expected
+        assert not verification.may_be_verified(model, "predict")
 
 
 def kept(data, read):

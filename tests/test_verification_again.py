@@ -1,5 +1,6 @@
 """A step that changes while it trains is verified again, also with the numbers it compares with."""
 
+import collections
 import gc
 import types
 import warnings
@@ -352,3 +353,71 @@ def test_the_traces_of_the_comparison_are_let_go():
         return sum(type(each).__name__ == "FuncGraph" for each in gc.get_objects()) - before
 
     assert kept_graphs("always") <= kept_graphs("never")
+
+
+TRACES = collections.Counter()
+
+
+class WithUnused(keras.Model):
+    """A layer that no step calls: Keras never marks the model as built."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.unused = keras.layers.Dense(1), keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        TRACES["train"] += 1
+        return super().train_step(data)
+
+    def test_step(self, data):
+        TRACES["test"] += 1
+        return super().test_step(data)
+
+
+def test_what_a_step_never_builds_is_looked_for_once():
+    with create_strategy(2, verify="never").scope():
+        model = WithUnused()
+        model.compile("sgd", "mse")
+    rows = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
+    model.fit(*rows, batch_size=4, epochs=2, validation_data=rows, verbose=0)
+    counts = dict(TRACES)
+    model.fit(*rows, batch_size=4, epochs=2, validation_data=rows, verbose=0)
+    model.evaluate(*rows, batch_size=4, verbose=0)
+    assert counts == TRACES
+    # What is compiled anew is built anew.
+    with model.distribute_strategy.scope():
+        model.compile("sgd", "mse")
+    model.evaluate(*rows, batch_size=4, verbose=0)
+    assert TRACES["test"] > counts["test"]
+
+
+def test_a_loop_searches_a_model_once_for_each_function_of_a_step(monkeypatch):
+    found = []
+    original = verification.has_stock_step
+    monkeypatch.setattr(
+        verification, "has_stock_step", lambda *given: found.append(given) or original(*given)
+    )
+    with create_strategy(2).scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    rows = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
+    calls = (
+        lambda: model.train_on_batch(*rows),
+        lambda: model.test_on_batch(*rows),
+        lambda: model.predict_on_batch(rows[0]),
+    )
+    for call in calls:
+        call()
+        found.clear()
+        for _ in range(3):
+            call()
+        assert not found
+    with model.distribute_strategy.scope():
+        model.compile("sgd", "mse")
+    for call in calls[:2]:
+        call()
+        assert found
+        found.clear()

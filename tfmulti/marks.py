@@ -63,6 +63,8 @@ CALL = Mark("call", ("", False))
 """Keras's method that runs, the innermost one, and whether it also validates."""
 VERIFIED = Mark("verified")
 """The compiled state, what was verified with it, and the kinds whose function comes after that."""
+NOTES = Mark("notes", {})
+"""For each kind of step what stays true until its function is made anew; see `verified.notes`."""
 SETTINGS = Mark("settings")
 """Handles and values of small variables that its `train_step` reads, and a callback may change.
 

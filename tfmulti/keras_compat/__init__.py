@@ -10,8 +10,8 @@ the tested versions, `table.READ` and `table.ATTRIBUTES` the private names that 
 # fmt: off
 from tfmulti.keras_compat.accessors import (
     HAS_AVERAGES, WithLogits, activated, activation_of, adopt_optimizer, all_layers, all_metrics,
-    averages_and_sums, axes_of, build_model, calls_python,
-    compiled_losses, exclude_parts, inner_optimizer, is_batched, is_from_python,
+    averages_and_sums, axes_of, build_model, call_counter, calls_python,
+    compiled_losses, exclude_parts, given_to_compile, inner_optimizer, is_batched, is_from_python,
     keep_on_each_replica, reads_by_python,
     local_statistics, loss_of, mask_of, masked_weights, metric_variables, noted_logits,
     output_loss_trackers,
@@ -74,5 +74,5 @@ from tfmulti.keras_compat.streams import find_changing_order, made_of, source_te
 from tfmulti.keras_compat.table import TABLE, check_versions, install, installed_versions
 from tfmulti.keras_compat.tracing import (
     has_built_layers, is_built, is_recorded, is_recording, is_taping, noting_unbuilt,
-    tensors_read_after, tensors_read_from_before, unbuilt_metrics, without_rows,
+    tensors_read_after, tensors_read_from_before, unbuilt_layers, unbuilt_metrics, without_rows,
 )

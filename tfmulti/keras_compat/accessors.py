@@ -171,6 +171,21 @@ def compiled_losses(model: keras.Model) -> list[keras.losses.Loss]:
     return [entry.loss for entry in entries or [] if entry.loss is not None]
 
 
+def given_to_compile(model: keras.Model) -> tuple[list, list]:
+    """Returns the losses and the metrics given to `compile` that Keras has not created yet."""
+    loss, metric = getattr(model, "_compile_loss", None), getattr(model, "_compile_metrics", None)
+    losses = [] if loss is None or loss.built else [loss._user_loss]
+    if metric is not None and not metric.built:
+        metrics = [metric._user_metrics, metric._user_weighted_metrics]
+    else:
+        metrics = []
+    # Names are of Keras's own.
+    return tuple(
+        [each for each in keras.tree.flatten(given) if callable(each)]
+        for given in (losses, metrics)
+    )
+
+
 def own_losses(model: keras.Model) -> list[keras.losses.Loss]:
     """Returns the losses in a model's attributes, which its own `train_step` may use."""
     compiled = getattr(model, "_compile_loss", None)
@@ -204,9 +219,12 @@ def is_from_python(dataset: tf.data.Dataset) -> bool:
 def reads_by_python(epoch_iterator) -> bool:
     """Whether reading a batch calls Python code, of which another call may draw other numbers."""
     adapter = epoch_iterator.data_adapter
-    if hasattr(adapter, "py_dataset"):
-        return True
-    return calls_python(getattr(adapter, "_dataset", None))
+    dataset = getattr(adapter, "_dataset", None)
+    if isinstance(dataset, tf.data.Dataset | tf.distribute.DistributedDataset):
+        return calls_python(dataset)
+    # Anything but arrays, and a generator, of which Keras has drawn the first batches: a
+    # `PyDataset`, a loader of PyTorch, a dataset of Grain, an adapter of the user's own.
+    return not (hasattr(adapter, "_inputs") or hasattr(adapter, "_first_batches"))
 
 
 def calls_python(dataset) -> bool:

@@ -165,7 +165,8 @@ ATTRIBUTES = {
     base_trainer.Trainer: (
         *("_initial_epoch", "_compile_config", "_compile_loss", "_compile_metrics"),
     ),
-    compile_utils.CompileLoss: ("_flat_losses",),
+    compile_utils.CompileLoss: ("_flat_losses", "_user_loss"),
+    compile_utils.CompileMetrics: ("_user_metrics", "_user_weighted_metrics"),
     epoch_iterator.EpochIterator: ("_current_iterator", "_num_batches", "_steps_seen"),
     keras_trainer.TFEpochIterator: ("_distribute_strategy", "_distributed_dataset"),
     generator_data_adapter.GeneratorDataAdapter: ("_first_batches",),

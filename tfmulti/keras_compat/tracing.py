@@ -110,6 +110,11 @@ def has_built_layers(layer: keras.layers.Layer) -> bool:
     return all(each.built for each in layer._flatten_layers())
 
 
+def unbuilt_layers(model: keras.Model) -> frozenset[int]:
+    """Returns the ids of the layers, and of the model itself, that are not marked as built."""
+    return frozenset(id(each) for each in model._flatten_layers() if not each.built)
+
+
 def unbuilt_metrics(model: keras.Model) -> list:
     """Returns the metrics that have no variables, and therefore no result, yet."""
     return [each for each, name in _unbuilt_parts(model) if name == "update_state"]

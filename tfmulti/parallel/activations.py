@@ -24,6 +24,7 @@ from tfmulti.step.parameters import (
     note_read,
     receive,
 )
+from tfmulti.step.row_axis import AFTER
 from tfmulti.step.rows import in_branch
 
 
@@ -370,7 +371,9 @@ def _computed_after(upstream, tensors, num_inputs):
     entry = tf.reduce_max(tf.math.real(tf.reshape(numbers[0], [-1])[:1]))
     zero = tf.math.is_nan(entry) & tf.math.is_inf(entry)
     inputs = [
-        x + tf.cast(zero, x.dtype) if _is_differentiable(x) or x.dtype.is_integer else x
+        tf.add(x, tf.cast(zero, x.dtype), name=AFTER)
+        if _is_differentiable(x) or x.dtype.is_integer
+        else x
         for x in tensors[:num_inputs]
     ]
     return [*inputs, *tensors[num_inputs:]]

@@ -14,10 +14,30 @@ OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
 """Operations whose outputs depend on the shapes of their inputs alone."""
 OF_ALL_ROWS = "tfmulti_of_all_rows"
 """Scope of operations whose inputs, computed on one worker, are of the rows of all replicas."""
+AFTER = "tfmulti_after"
+"""Name of additions of a zero that is there only to be computed first: the second input."""
 
 _ALONG_LAST_AXIS = {"TopKV2", "Softmax", "LogSoftmax"}
 # The index of the input that holds the axis.
 _ALONG_GIVEN_AXIS = {"Cumsum": 1, "Cumprod": 1, "ReverseV2": 1, "Roll": 2}
+
+
+def only_waits(operation) -> bool:
+    """Whether an operation passes on its first input as it is, once it has the second.
+
+    Args:
+        operation: The operation.
+    """
+    return operation.name.rpartition("/")[2].startswith(AFTER)
+
+
+def inputs_of(operation) -> list[tf.Tensor]:
+    """Returns the inputs on whose values an operation's outputs depend.
+
+    Args:
+        operation: The operation.
+    """
+    return list(operation.inputs)[: 1 if only_waits(operation) else None]
 
 
 def has_rows_of(tensor: tf.Tensor, marked: list[tf.Tensor]) -> bool:

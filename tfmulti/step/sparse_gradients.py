@@ -18,11 +18,11 @@ import tensorflow as tf
 from absl import logging
 
 from tfmulti import keras_compat, marks, topology
-from tfmulti.step.row_axis import OF_SHAPES
+from tfmulti.step.row_axis import OF_SHAPES, inputs_of, only_waits
 from tfmulti.step.sums import add_by_dtype
 
 TOKENS, POSITIONS, UNIQUE = "tokens", "positions", "unique"
-_COPIES = ("Cast", "Identity", "Reshape", "SelectV2")
+_COPIES = ("Cast", "Identity", "Reshape", "SelectV2", "StopGradient")
 
 
 def kind_of(grad) -> str:
@@ -192,9 +192,12 @@ def _trace_reads(model, x) -> list[tuple[int, str]]:
         ids = {table.op.name: id(variable) for table, variable in zip(tables, variables)}
         graph = tf.compat.v1.get_default_graph()
         for gather in [op for op in graph.get_operations() if op.type == "GatherV2"]:
-            if gather.inputs[0].op.name in ids:
-                table = ids[gather.inputs[0].op.name]
-                reads.append((table, _kind(gather.inputs[1])))
+            table = gather.inputs[0].op
+            while table.type in _COPIES:
+                # A checkpointed layer reads a copy.
+                table = table.inputs[0].op
+            if table.name in ids:
+                reads.append((ids[table.name], _kind(gather.inputs[1])))
 
     specs = [[tf.TensorSpec(v.shape, v.dtype) for v in some] for some in (variables, held)]
     rows = tf.nest.map_structure(keras_compat.without_rows, x)
@@ -206,7 +209,7 @@ def _kind(indices) -> str:
     if are_positions(indices):
         return POSITIONS
     operation = indices.op
-    while operation.type in _COPIES:
+    while operation.type in _COPIES or only_waits(operation):
         # `keras.ops.take` selects between wrapped negative indices and, the last input, others.
         operation = operation.inputs[-1 if operation.type == "SelectV2" else 0].op
     return UNIQUE if operation.type in ("Unique", "UniqueV2") else TOKENS
@@ -238,7 +241,7 @@ def _sources(tensor) -> set[str]:
         elif operation.op_def.is_stateful and operation.type != "ReadVariableOp":
             found.add("data")
         else:
-            waiting += [each.op for each in operation.inputs]
+            waiting += [each.op for each in inputs_of(operation)]
     return found
 
 

@@ -48,14 +48,15 @@ def predict(original, model: keras.Model, x):
     function, made_for = marks.PREDICT.get(model)
     # Keras forgets its own function wherever the model has changed.
     model.make_predict_function()
-    how = model.run_eagerly, _is_by_one_device(model), model.predict_function
+    by_one_device = _is_by_one_device(model)
+    how = model.run_eagerly, by_one_device, model.predict_function
     if function is None or made_for != how:
-        function = _create_function(model)
+        function = _create_function(model, by_one_device)
         marks.PREDICT.set(model, (function, how))
     x = tf.nest.map_structure(
         lambda part: tf.convert_to_tensor(part) if isinstance(part, np.ndarray) else part, x
     )
-    with _as_one_device(strategy) if _is_by_one_device(model) else contextlib.nullcontext():
+    with _as_one_device(strategy) if by_one_device else contextlib.nullcontext():
         outputs = function((x,))
     return tf.nest.map_structure(
         lambda part: part.numpy() if isinstance(part, tf.Tensor) else part,
@@ -73,7 +74,7 @@ def _needs_all_workers(model) -> bool:
 
 def _is_by_one_device(model) -> bool:
     in_stages = marks.MICRO_BATCHES_ON_DEVICES.get(model) > 1
-    return not in_stages and verification.may_be_verified(model, PREDICT)
+    return not in_stages and verification.may_be_verified(model, PREDICT, in_loop=True)
 
 
 @contextlib.contextmanager
@@ -82,9 +83,9 @@ def _as_one_device(strategy):
         yield
 
 
-def _create_function(model):
+def _create_function(model, by_one_device):
     strategy, fn = model.distribute_strategy, model.predict_step
-    if not _is_by_one_device(model):
+    if not by_one_device:
         fn = wrapped_step.wrap_step(fn, "predict", model)
         fn = wrapped_step.divide_whole_batch(fn)
 

@@ -120,19 +120,24 @@ def _note_attributes(model, kind):
         marks.ATTRIBUTES.set(model, attributes_of(model) if several else None)
 
 
-def may_be_verified(model: keras.Model, kind: str) -> bool:
+def may_be_verified(model: keras.Model, kind: str, *, in_loop: bool = False) -> bool:
     """Whether a step is verified on several replicas, whatever its data.
 
     Args:
         model: The model.
         kind: `"train"`, `"test"` or `"predict"`.
+        in_loop: Whether it is asked before each step of a loop, of which a search of the whole
+            model would take longer than the step: then once for each function of the step.
     """
     strategy = model.distribute_strategy
-    if strategy.verify == "auto":
+    if strategy.verify != "auto":
+        return strategy.verify == "always"
+    known = verified.notes(model, kind) if in_loop else {}
+    if "may" not in known or getattr(model, f"{kind}_function") is None:
         # The conformance tests have no copies of pipeline stages.
         in_copies = any(parameters.has_copies(each, strategy) for each in model.variables)
-        return in_copies or not has_stock_step(model, kind)
-    return strategy.verify == "always"
+        known["may"] = in_copies or not has_stock_step(model, kind)
+    return known["may"]
 
 
 def can_check(model: keras.Model, kind: str) -> bool:
@@ -236,11 +241,20 @@ def build_by_step(model: keras.Model, kind: str, batch, workers: Workers) -> boo
     if parts_of(batch) is None or (dense and not own):
         return False
     case = Case(model, kind, rows_lib.Rows(batch))
+    # What a step never calls stays unbuilt, and would be looked for in each pass.
+    if _what_is_built(case) in verified.notes(model, kind).get("built", ()):
+        return True
     error = _build(case, workers)
     # A step that runs eagerly need not be traceable.
     if error is not None and not case.eager:
         raise error
+    if error is None:
+        verified.notes(model, kind).setdefault("built", set()).add(_what_is_built(case))
     return error is None
+
+
+def _what_is_built(case) -> tuple:
+    return case.rows.form(), keras_compat.unbuilt_layers(case.model)
 
 
 def _build(case, workers) -> Exception | None:
@@ -358,7 +372,7 @@ def _is_wanted(strategy, model, kind, feed) -> bool:
     in_parts = several or num_micro_batches(model) > 1
     if not in_parts or strategy.verify == "never":
         return False
-    return feed.padded or may_be_verified(model, kind)
+    return feed.padded or may_be_verified(model, kind, in_loop=feed.alone)
 
 
 def _warn(kind, reason):

@@ -48,14 +48,19 @@ class CustomPart:
     Attributes:
         kind: A constant of this module.
         name: Its name.
-        where: File and line; empty if unknown.
         thing: The object; for a function within a layer, the layer.
+        source: The object itself, or that function.
     """
 
     kind: str
     name: str
-    where: str
     thing: object
+    source: object
+
+    @property
+    def where(self) -> str:
+        """File and line; empty if unknown."""
+        return where_is(self.source)
 
     def __str__(self):
         return f"{self.name} ({self.where})" if self.where else self.name
@@ -71,12 +76,10 @@ def find_custom_parts(model: keras.Model, kind: str) -> list[CustomPart]:
     found = []
     for part, names in ((STEP, _STEPS[kind]), (LOSS, _LOSSES), (METRIC, _METRICS)):
         found += [_of(part, _method(model, name), name) for name in names if _method(model, name)]
-    if kind != "predict":
-        losses = keras_compat.compiled_losses(model) + keras_compat.own_losses(model)
-        found += [_of(LOSS, x) for x in map(_inner, losses) if _is_custom(x)]
-        found += [
-            _of(METRIC, x) for x in map(_inner, keras_compat.all_metrics(model)) if _is_custom(x)
-        ]
+    losses, metrics = _losses_and_metrics(model, kind)
+    losses = losses + ([] if kind == "predict" else keras_compat.own_losses(model))
+    for part, each in ((LOSS, losses), (METRIC, metrics)):
+        found += [_of(part, x) for x in map(_inner, each) if _is_custom(x)]
     for layer in [model, *keras_compat.all_layers(model)]:
         if _is_custom(layer) and (layer is not model or not isinstance(layer, keras.Model)):
             found.append(_of(LAYER, layer, f"{type(layer).__name__} {layer.name!r}"))
@@ -94,6 +97,17 @@ def find_custom_parts(model: keras.Model, kind: str) -> list[CustomPart]:
     return found
 
 
+def _losses_and_metrics(model, kind) -> tuple[list, list]:
+    """Returns those of `compile`, and metrics of layers."""
+    if kind == "predict":
+        return [], []
+    losses, metrics = keras_compat.given_to_compile(model)
+    return (
+        keras_compat.compiled_losses(model) + losses,
+        keras_compat.all_metrics(model) + metrics,
+    )
+
+
 def where_is(thing) -> str:
     """Returns the file and line where a class or a function is defined, or ""."""
     thing = keras_compat.users_function(thing) if callable(thing) else thing
@@ -109,7 +123,7 @@ def where_is(thing) -> str:
 
 def _of(kind, thing, name=None, holder=None) -> CustomPart:
     name = name or getattr(thing, "__name__", type(thing).__name__)
-    return CustomPart(kind, name, where_is(thing), holder or thing)
+    return CustomPart(kind, name, holder or thing, thing)
 
 
 def _method(model, name):
@@ -210,8 +224,7 @@ def has_stock_step(model: keras.Model, kind: str) -> bool:
     outputs = tf.nest.flatten(getattr(model, "outputs", []))
     if any(len(output.shape) < 2 for output in outputs):
         return False
-    losses = [] if kind == "predict" else keras_compat.compiled_losses(model)
-    metrics = [] if kind == "predict" else keras_compat.all_metrics(model)
+    losses, metrics = _losses_and_metrics(model, kind)
     return not any(map(_may_combine_rows, [*layers, *losses, *metrics]))
 
 

@@ -24,7 +24,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat
-from tfmulti.step.row_axis import OF_ALL_ROWS, OF_SHAPES
+from tfmulti.step.row_axis import OF_ALL_ROWS, OF_SHAPES, inputs_of
 
 # Operations with a kink or a jump.
 _DECIDING = {
@@ -174,7 +174,7 @@ def _dependencies(operations, rows_of_replicas) -> dict:
     assigned: dict = {}
     # Operations come after those that they read.
     for each in operations:
-        known = [depends.get(_source(tensor), frozenset()) for tensor in each.inputs]
+        known = [depends.get(_source(tensor), frozenset()) for tensor in inputs_of(each)]
         if each.type == "ReadVariableOp":
             known.append(assigned.get(each.inputs[0].ref(), frozenset()))
         elif each.type.startswith("Assign") and each.inputs[0].dtype == tf.resource:
@@ -297,7 +297,7 @@ def _follow(operations, sources: dict, everyone=()) -> dict:
         if each in sources:
             depends[each] = sources[each]
             continue
-        known = {depends.get(tensor.op, _NOTHING) for tensor in each.inputs}
+        known = {depends.get(tensor.op, _NOTHING) for tensor in inputs_of(each)}
         known = _NOTHING.union(*known) if each.type not in OF_SHAPES else _NOTHING
         if known and everyone and is_reduction(each):
             known = frozenset(itertools.product({number for number, _ in known}, everyone))

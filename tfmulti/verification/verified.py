@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfmulti import keras_compat, marks
 from tfmulti.verification.case import Case, Feed
@@ -26,6 +27,38 @@ class Verified:
     compiled: Any
     forms: dict[tuple, set | None] = dataclasses.field(default_factory=dict)
     next_functions: set[str] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass
+class _Notes:
+    """What stays true as long as a step has the same function."""
+
+    compiled: Any
+    function: Any
+    found: dict = dataclasses.field(default_factory=dict)
+
+
+def notes(model: keras.Model, kind: str) -> dict:
+    """Returns a dict for what a search of a model has found, for as long as that stays true.
+
+    It is so until the function of the step is made anew, after its first one. A step that runs
+    eagerly can change with each call, so its dict is not kept.
+
+    Args:
+        model: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+    """
+    if model.run_eagerly or tf.config.functions_run_eagerly():
+        return {}
+    compiled = keras_compat.compiled_state(model)
+    function = getattr(model, f"{kind}_function", None)
+    known = marks.NOTES.get(model).get(kind)
+    is_same = known is not None and known.compiled is compiled
+    if not is_same or known.function not in (None, function):
+        known = _Notes(compiled, function)
+        marks.NOTES.set(model, {**marks.NOTES.get(model), kind: known})
+    known.function = function
+    return known.found
 
 
 def note(case: Case, any_worker: Callable[[bool], bool]) -> tuple | None:
