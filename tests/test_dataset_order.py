@@ -8,6 +8,8 @@ import pytest
 import tensorflow as tf
 from replicas import create_strategy
 
+from tfmulti.strategies import feeds
+
 ROWS = np.random.RandomState(0).randn(43, 6).astype("float32")
 LABELS = np.random.RandomState(1).randn(43, 1).astype("float32")
 
@@ -75,3 +77,15 @@ def train(num_replicas, kind, fit):
 @pytest.mark.parametrize("kind", [keras.Sequential, CustomModel])
 def test_the_order_is_one_devices(kind, fit):
     np.testing.assert_allclose(train(3, kind, fit), train(0, kind, fit), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [("AUTO", "DATA"), ("DATA", "DATA"), ("OFF", "OFF"), ("FILE", "FILE"), ("HINT", "HINT")],
+)
+def test_workers_share_rows_and_not_files_unless_a_user_says_so(given, expected):
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = getattr(feeds._POLICIES, given)
+    data = feeds.shared_by_rows(tf.data.Dataset.range(3).with_options(options))
+    policy = data.options().experimental_distribute.auto_shard_policy
+    assert policy == getattr(feeds._POLICIES, expected)

@@ -15,6 +15,7 @@ from tfmulti.verification.case import Feed
 _EVEN = ("drop", "repeat_first")
 # Rows of ragged or sparse data with which `predict` is verified.
 _MAX_ROWS = 64
+_POLICIES = tf.data.experimental.AutoShardPolicy
 
 
 def feed_of_predict(data) -> Feed:
@@ -85,6 +86,25 @@ def is_in_chunks(dataset) -> bool:
     """Whether TensorFlow, and not `SplitBatches`, splits batches into replica batches."""
     specs = tf.nest.flatten(getattr(dataset, "element_spec", None))
     return not any(isinstance(s, (tf.RaggedTensorSpec, tf.SparseTensorSpec)) for s in specs)
+
+
+def is_shared_by_rows(dataset: tf.data.Dataset) -> bool:
+    """Whether each worker takes its rows of every batch; a user may have chosen another policy."""
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    return policy in (_POLICIES.AUTO, _POLICIES.DATA)
+
+
+def shared_by_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Makes each worker take its rows of every batch, unless the user has chosen another policy.
+
+    TensorFlow's own choice is to give each worker files of its own, and so to make other batches
+    than one device, as soon as a dataset reads files.
+    """
+    if not is_shared_by_rows(dataset):
+        return dataset
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = _POLICIES.DATA
+    return dataset.with_options(options)
 
 
 def refuse_behind_others(data) -> None:
