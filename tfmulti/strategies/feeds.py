@@ -107,6 +107,30 @@ def shared_by_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
+def refuse_unlike_order(data) -> None:
+    """Raises ValueError for a dataset whose rows come in another order on each worker.
+
+    Args:
+        data: Data of `fit`, `evaluate` or `predict` on several workers.
+    """
+    if not is_plain_dataset(data) or not is_shared_by_rows(data):
+        return
+    found = keras_compat.find_changing_order(data, in_each_pass=False)
+    if found is not None:
+        raise ValueError(
+            "A `tf.data.Dataset` must have the same order on every worker: each takes its rows of "
+            f"every batch, and others would come twice or never. Received: {found}. Give .shuffle("
+            "), list_files and sample_from_datasets a seed, or call keras.utils.set_random_seed "
+            "with one number on every worker before the dataset is made; leave out "
+            "deterministic=False. Or use tfmulti.distribute_train, which shuffles by itself."
+        )
+
+
+def is_plain_dataset(data) -> bool:
+    """Whether data are a `tf.data.Dataset` that `distribute_train` has not made."""
+    return isinstance(data, tf.data.Dataset) and not hasattr(data, "distribute_to")
+
+
 def refuse_behind_others(data) -> None:
     """Raises ValueError for a result of `distribute_train` behind another call of tf.data.
 
@@ -116,7 +140,7 @@ def refuse_behind_others(data) -> None:
     Args:
         data: Data of `fit`, `evaluate` or `predict`.
     """
-    if not isinstance(data, tf.data.Dataset) or hasattr(data, "distribute_to"):
+    if not is_plain_dataset(data):
         return
     for each in keras_compat.made_of(data):
         plan = each.plan if hasattr(each, "distribute_to") else None
