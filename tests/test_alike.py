@@ -74,6 +74,20 @@ def test_parts_without_a_configuration_are_left_out():
     assert "layer 2 (Own)" not in alike._descriptions(model)
 
 
+def of_code(text, file):
+    """The description of a model with a function as a layer."""
+    function = eval(compile(f"lambda x: {text}", file, "eval"))
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Lambda(function)])
+    return alike._descriptions(model)
+
+
+def test_functions_are_compared_without_the_files_that_they_stand_in():
+    text = "[x * each for each in (1.0, 2.0)][0] if x is not None else 'a' in {'a', 'b'}"
+    one, other = of_code(text, "/a/train.py"), of_code(text.replace("2.0", "3.0"), "/a/train.py")
+    assert one == of_code(text, "/b/train.py")
+    assert {name for name in one if one[name] != other[name]} == {"layer 2 (Lambda)"}
+
+
 ROWS = np.random.default_rng(0).normal(size=(40, 3)).astype("float32")
 
 

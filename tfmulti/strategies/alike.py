@@ -7,12 +7,15 @@ no device.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import itertools
 import json
+import marshal
 import math
 import random
 import re
+import types
 import zlib
 from collections.abc import Mapping
 
@@ -237,10 +240,29 @@ def _number_of(config) -> int:
 
 def _comparable(config):
     if isinstance(config, dict):
-        return {str(k): _comparable(v) for k, v in config.items() if k not in _LEFT_OUT}
+        code = _code_in(config)
+        kept = {k: v for k, v in config.items() if k not in _LEFT_OUT}
+        return {str(k): _comparable(v) for k, v in (kept | code).items()}
     if isinstance(config, (list, tuple)):
         return [_comparable(each) for each in config]
     return config.tolist() if isinstance(config, (np.ndarray, np.generic)) else config
+
+
+def _code_in(config) -> dict:
+    """Returns the code of a function in a configuration, without the file that it stands in."""
+    if not isinstance(config.get("code"), str) or "closure" not in config:
+        return {}
+    return {"code": _parts_of(marshal.loads(base64.b64decode(config["code"])))}
+
+
+def _parts_of(code) -> list | str:
+    """Returns what a function does, of its code; of a constant its text."""
+    if isinstance(code, frozenset):
+        return sorted(map(repr, code))
+    if not isinstance(code, types.CodeType):
+        return repr(code)
+    names = (code.co_names, code.co_varnames, code.co_freevars)
+    return [code.co_code.hex(), *map(list, names), [_parts_of(each) for each in code.co_consts]]
 
 
 class SameOnAllWorkers(keras.callbacks.Callback):
