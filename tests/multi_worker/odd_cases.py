@@ -232,6 +232,30 @@ def files(strategy, worker):
     return results
 
 
+class Predicting(keras.Model):
+    """Predicts what a function of the inputs returns."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
+def predicted_texts(strategy, worker):
+    """Predictions that are texts, of different lengths on each worker."""
+    words = np.array(["a", "", "be", "ab\0c", "b" * 300, "a", "c"])
+    data = tf.data.Dataset.from_tensor_slices(words).batch(4)
+    results = {}
+    for rank, function in enumerate((tf.identity, lambda x: tf.stack([x, x + "!"], axis=1)), 1):
+        with strategy.scope():
+            model = Predicting(function)
+            model.compile()
+        results[str(rank)] = model.predict(data, verbose=0).astype("str")
+    return results
+
+
 CASES = {
     function.__name__: function
     for function in (
@@ -247,6 +271,7 @@ CASES = {
         each_dtype,
         many_collectives,
         files,
+        predicted_texts,
     )
 }
 
