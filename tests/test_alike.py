@@ -74,6 +74,20 @@ def test_parts_without_a_configuration_are_left_out():
     assert "layer 2 (Own)" not in alike._descriptions(model)
 
 
+def of_code(text, file):
+    """The description of a model with a function as a layer."""
+    function = eval(compile(f"lambda x: {text}", file, "eval"))
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Lambda(function)])
+    return alike._descriptions(model)
+
+
+def test_functions_are_compared_without_the_files_that_they_stand_in():
+    text = "[x * each for each in (1.0, 2.0)][0] if x is not None else 'a' in {'a', 'b'}"
+    one, other = of_code(text, "/a/train.py"), of_code(text.replace("2.0", "3.0"), "/a/train.py")
+    assert one == of_code(text, "/b/train.py")
+    assert {name for name in one if one[name] != other[name]} == {"layer 2 (Lambda)"}
+
+
 ROWS = np.random.default_rng(0).normal(size=(40, 3)).astype("float32")
 
 
@@ -104,7 +118,6 @@ def test_numbers_that_are_not_finite_hide_no_others():
 def test_texts_are_compared_and_other_data_are_not():
     texts = np.array(["a", "b"])
     assert not alike.are_same_data(alike.describe_data(texts), alike.describe_data(texts[::-1]))
-    assert alike.describe_data(tf.data.Dataset.range(3)) == []
     assert alike.describe_data(x for x in [1]) == []
 
 
@@ -119,6 +132,35 @@ def test_what_streams_are_made_of_is_compared():
     assert describe(files) == describe(files, "b")
     for other in (describe(files[::-1]), describe(files, seed=2)):
         assert not alike.are_same_data(describe(files), other)
+
+
+def of_files(files, folder="a", seed=1, within=1, shard=None, count=1):
+    data = tf.data.TextLineDataset([f"/{folder}/{file}" for file in files]).take(count)
+    data = data.shuffle(9, seed).interleave(lambda x: tf.data.Dataset.range(3).shuffle(3, within))
+    return (data.shard(*shard) if shard else data).batch(4).prefetch(count)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [dict(files="ba"), dict(seed=2), dict(within=2), dict(shard=(2, 0)), dict(count=2)],
+    ids=lambda other: next(iter(other)),
+)
+def test_what_plain_datasets_are_made_of_is_compared(other):
+    described = alike.describe_data(of_files("ab"))
+    assert described == alike.describe_data(of_files("ab", "b"))
+    differing = alike.describe_data(of_files(**{"files": "ab"} | other))
+    assert not alike.are_same_data(described, differing)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    assert alike.describe_data(of_files("ab").with_options(options)) == []
+
+
+def test_settings_that_depend_on_the_host_are_no_difference():
+    def describe(cores):
+        data = tf.data.Dataset.range(9).map(lambda x: x, num_parallel_calls=cores)
+        return alike.describe_data(data.prefetch(cores))
+
+    assert describe(2) == describe(4)
 
 
 CLASSES = np.arange(40) % 10
@@ -161,7 +203,7 @@ def test_tables_and_empty_arrays_are_compared():
 
 def test_fit_compares_all_its_data(monkeypatch):
     seen = []
-    monkeypatch.setattr(alike, "compare_models", lambda model, given: seen.append(given))
+    monkeypatch.setattr(alike, "compare", lambda model, name, given: seen.append(given))
     with create_strategy(1).scope():
         model = create()
     weights = np.ones(40)

@@ -8,6 +8,8 @@ import pytest
 import tensorflow as tf
 from replicas import create_strategy
 
+from tfmulti.strategies import feeds
+
 ROWS = np.random.RandomState(0).randn(43, 6).astype("float32")
 LABELS = np.random.RandomState(1).randn(43, 1).astype("float32")
 
@@ -75,3 +77,58 @@ def train(num_replicas, kind, fit):
 @pytest.mark.parametrize("kind", [keras.Sequential, CustomModel])
 def test_the_order_is_one_devices(kind, fit):
     np.testing.assert_allclose(train(3, kind, fit), train(0, kind, fit), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [("AUTO", "DATA"), ("DATA", "DATA"), ("OFF", "OFF"), ("FILE", "FILE"), ("HINT", "HINT")],
+)
+def test_workers_share_rows_and_not_files_unless_a_user_says_so(given, expected):
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = getattr(feeds._POLICIES, given)
+    data = feeds.shared_by_rows(tf.data.Dataset.range(3).with_options(options))
+    policy = data.options().experimental_distribute.auto_shard_policy
+    assert policy == getattr(feeds._POLICIES, expected)
+
+
+def shuffled(seed=None, within=False):
+    numbers = tf.data.Dataset.range(9)
+    shuffle = lambda data: data.shuffle(9, seed=seed)
+    return numbers.interleave(lambda x: shuffle(numbers)) if within else shuffle(numbers)
+
+
+def sampled(seed=None, within=False):
+    numbers = tf.data.Dataset.range(9)
+    sample = lambda _=0: tf.data.Dataset.sample_from_datasets([numbers] * 2, seed=seed)
+    return numbers.flat_map(sample) if within else sample()
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("create", [shuffled, sampled])
+def test_an_order_that_a_seed_gives_is_the_same_on_every_worker(create, within):
+    tf.random.set_seed(None)
+    with pytest.raises(ValueError, match="same order on every worker: .* Received: .* Give"):
+        feeds.refuse_unlike_order(create(within=within).batch(2))
+    feeds.refuse_unlike_order(create(seed=3, within=within).batch(2))
+    feeds.refuse_unlike_order(with_own_rows(create(within=within)))
+    tf.random.set_seed(0)
+    feeds.refuse_unlike_order(create(within=within).batch(2))
+
+
+def with_own_rows(data):
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = feeds._POLICIES.OFF
+    return data.with_options(options)
+
+
+def test_lists_of_files_and_parallel_calls_without_an_order_are_refused(tmp_path):
+    (tmp_path / "a").touch()
+    tf.random.set_seed(None)
+    list_files = tf.data.Dataset.list_files
+    options = {"num_parallel_calls": 2, "deterministic": False}
+    numbers = tf.data.Dataset.range(9)
+    for each in (list_files(f"{tmp_path}/*"), numbers.map(lambda x: x, **options)):
+        with pytest.raises(ValueError, match="same order on every worker"):
+            feeds.refuse_unlike_order(each)
+    for each in (list_files(f"{tmp_path}/*", shuffle=False), numbers.map(lambda x: x, 2), ROWS):
+        feeds.refuse_unlike_order(each)

@@ -6,6 +6,9 @@ rows of all workers.
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -209,6 +212,50 @@ def many_collectives(strategy, worker):
     return results
 
 
+def files(strategy, worker):
+    """Rows of files, of several and of one, which TensorFlow would share by file."""
+    results, folder = {}, Path(tempfile.mkdtemp())
+    for count in (3, 1):
+        names = [str(folder / f"{count}_{number}") for number in range(count)]
+        for name, some in zip(names, np.array_split(rows()[0], count)):
+            with tf.io.TFRecordWriter(name) as writer:
+                for row in some:
+                    writer.write(row.tobytes())
+        read = tf.data.TFRecordDataset(names).map(lambda text: tf.io.decode_raw(text, "float32"))
+        inputs = read.map(lambda row: tf.ensure_shape(row, [3])).batch(4)
+        data = inputs.map(lambda x: (x, 2 * x[:, :2]))
+        model = create_model(strategy)
+        results[f"{count}/loss"] = model.fit(data, epochs=2, verbose=0).history["loss"]
+        results[f"{count}/weights"] = model.weights[0].numpy()
+        results[f"{count}/evaluated"] = model.evaluate(data, verbose=0)
+        results[f"{count}/predicted"] = model.predict(inputs, verbose=0)
+    return results
+
+
+class Predicting(keras.Model):
+    """Predicts what a function of the inputs returns."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
+def predicted_texts(strategy, worker):
+    """Predictions that are texts, of different lengths on each worker."""
+    words = np.array(["a", "", "be", "ab\0c", "b" * 300, "a", "c"])
+    data = tf.data.Dataset.from_tensor_slices(words).batch(4)
+    results = {}
+    for rank, function in enumerate((tf.identity, lambda x: tf.stack([x, x + "!"], axis=1)), 1):
+        with strategy.scope():
+            model = Predicting(function)
+            model.compile()
+        results[str(rank)] = model.predict(data, verbose=0).astype("str")
+    return results
+
+
 CASES = {
     function.__name__: function
     for function in (
@@ -223,6 +270,8 @@ CASES = {
         two_dtypes,
         each_dtype,
         many_collectives,
+        files,
+        predicted_texts,
     )
 }
 

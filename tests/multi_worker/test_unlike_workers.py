@@ -45,6 +45,30 @@ def test_other_data_on_one_worker_are_told(run_workers, case, received):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "case, rule, received",
+    [
+        ("plain without a seed", "same order on every worker", "a shuffle without a seed"),
+        ("plain seeds", "the same dataset of all rows", "in `x` the dataset on worker 1 is made"),
+        ("plain shards", "the same dataset of all rows", "in `x` the dataset on worker 1 is made"),
+        ("plain evaluated shards", "the same dataset of all rows", "on worker 1 is made of other"),
+        ("plain predicted seeds", "the same dataset of all rows", "on worker 1 is made of other"),
+        ("python", "batches of a `PyDataset` in the same order", "another state on worker 1"),
+    ],
+)
+def test_another_order_of_plain_data_on_one_worker_is_told(run_workers, case, rule, received):
+    told = "".join(run_workers(2, [PROGRAM, case], check=False))
+    assert rule in told and received in told
+    assert "trained" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["plain", "python alike", "python unshuffled"])
+def test_plain_data_of_one_order_are_trained_on(run_workers, case):
+    assert all("trained" in each for each in run_workers(2, [PROGRAM, case]))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["chief", "other"])
 def test_a_checkpoint_on_one_worker_alone_is_told_before_it_trains(run_workers, who):
     told = "".join(run_workers(2, [PROGRAM, f"{who} saves"], check=False))

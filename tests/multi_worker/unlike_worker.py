@@ -71,6 +71,42 @@ def batches_of(x):
     return tf.data.Dataset.from_generator(generate, output_signature=specs)
 
 
+def plain(x):
+    """Batches of a dataset, of which each worker takes its rows."""
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, :1]))
+    if "without a seed" in CASE:
+        data = data.shuffle(32)
+    if "seeds" in CASE:
+        data = data.shuffle(32, seed=1 if IS_CHIEF else 2)
+    if "shards" in CASE:
+        data = data.shard(2, 0 if IS_CHIEF else 1)
+    return data.batch(16)
+
+
+class Batches(keras.utils.PyDataset):
+    """Batches that `fit` shuffles."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return DATA + index, DATA[:, :1]
+
+
+def batches_in_an_order(model, x):
+    """Returns what `fit` is given; another call may be given it before."""
+    if CASE.startswith("python"):
+        if "alike" in CASE:
+            keras.utils.set_random_seed(1)
+        return {"x": Batches(), "shuffle": "unshuffled" not in CASE}
+    data = plain(x)
+    if "evaluated" in CASE:
+        model.evaluate(data, verbose=0)
+    if "predicted" in CASE:
+        model.predict(data, verbose=0)
+    return {"x": data}
+
+
 class OneByOne(keras.Model):
     """Takes the gradients of its weights one by one, on one worker in another order."""
 
@@ -145,6 +181,8 @@ def main():
         model.predict(batches_of(x), verbose=0)
     if CASE == "batches":
         given = {"x": batches_of(x)}
+    if CASE.startswith(("plain", "python")):
+        given = batches_in_an_order(model, x)
     predict_by_shards(model, given)
     if CASE.endswith((" save", " saves")):
         given = {"x": tfmulti.distribute_train((x, x[:, :1]), strategy, 16)}

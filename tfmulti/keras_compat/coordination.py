@@ -285,15 +285,20 @@ SENT_AS = {
 """For dtypes of integers that collectives cannot send, the dtypes in which they are sent."""
 _ADDED_OVER_GPUS_AS = {tf.bfloat16: tf.float32, tf.int32: tf.int64}
 _GATHERED_AS = {**SENT_AS, tf.bfloat16: tf.float32}
+# The bytes of an int32, as which texts are gathered.
+_WORD = 4
 
 
 def gather_by_shape(original):
     """Gives gathers a key for each number of rows, because TensorFlow binds a key to one shape.
 
-    A tensor that TensorFlow cannot gather, as of bfloat16, is sent in a dtype with all its values.
+    A tensor that TensorFlow cannot gather, as of bfloat16, is sent in a dtype with all its values,
+    and texts as numbers.
     """
 
     def all_gather(self, input_tensor, options):
+        if input_tensor.dtype == tf.string:
+            return _gather_texts(input_tensor, lambda part: all_gather(self, part, options))
         sent_as = _GATHERED_AS.get(input_tensor.dtype)
         if sent_as is not None:
             gathered = all_gather(self, tf.cast(input_tensor, sent_as), options)
@@ -308,6 +313,27 @@ def gather_by_shape(original):
             return original(self, input_tensor, options)
 
     return all_gather
+
+
+def _gather_texts(texts, gather) -> tf.Tensor:
+    """Gathers texts as whole numbers of four bytes each, all filled up to the longest text.
+
+    Args:
+        texts: A tensor of strings.
+        gather: Function that gathers a tensor of int32.
+    """
+    with tf.device("CPU:0"):
+        lengths = gather(tf.strings.length(texts))
+        longest = tf.maximum(tf.reduce_max(lengths), 1)
+        size = -(-longest // _WORD) * _WORD
+        words = tf.io.decode_raw(texts, tf.int32, fixed_length=size)
+        # In one row of numbers, by whose length the gather gets its key.
+        words = gather(tf.reshape(words, [-1]))
+        codes = tf.reshape(tf.bitcast(words, tf.uint8), tf.concat([tf.shape(lengths), [size]], 0))
+        letters = tf.gather([bytes([code]) for code in range(256)], tf.cast(codes, tf.int32))
+        filled = tf.strings.reduce_join(letters, axis=-1)
+        gathered = tf.strings.substr(filled, tf.zeros_like(lengths), lengths)
+    return tf.ensure_shape(gathered, lengths.shape)
 
 
 def reduce_by_size(original):

@@ -7,11 +7,15 @@ no device.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import itertools
 import json
+import marshal
 import math
+import random
 import re
+import types
 import zlib
 from collections.abc import Mapping
 
@@ -21,7 +25,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology
 from tfmulti.step import local_steps, model_contents
-from tfmulti.strategies import coordination, program_order
+from tfmulti.strategies import coordination, feeds, program_order
 from tfmulti.verification.chiefs_values import receive_from_chief
 from tfmulti.verification.differences import CLOSE_ON_GPUS, are_apart
 
@@ -42,37 +46,76 @@ _ADVICE = (
 )
 
 
-def compare_models(model: keras.Model, given: Mapping[str, object]) -> None:
-    """Raises ValueError if another layer, loss, optimizer or data is on the chief; before `fit`.
+def compare(model: keras.Model, name: str, given: Mapping[str, object]) -> None:
+    """Raises ValueError if another model or other data are on the chief; before a call.
 
     Every worker must call it.
 
     Args:
-        model: The model.
-        given: The arguments of `fit` by name; of its data arrays are compared, and what a stream
-            of `distribute_train` was made of.
+        model: The model; `fit` compares its layers, loss and optimizer.
+        name: `"fit"`, `"evaluate"` or `"predict"`.
+        given: The arguments by name; of its data arrays are compared, and what datasets were made
+            of.
     """
     strategy = model.distribute_strategy
-    if not getattr(strategy, "checks_call_order", False):
+    # Of the validation within `fit`, which gives the same data in each epoch, `fit` has compared.
+    is_again = given.get("_use_cached_eval_dataset", False)
+    if is_again or not getattr(strategy, "checks_call_order", False):
         return
-    here, key = [_descriptions(model), describe_arguments(given)], f"tfmulti/model/{next(_numbers)}"
+    for each in _DATA:
+        feeds.refuse_unlike_order(given.get(each))
+    own = _descriptions(model) if name == "fit" else {}
+    here = [own, describe_arguments(given), _state_of_order(name, given)]
+    key = f"tfmulti/model/{next(_numbers)}"
     if topology.is_chief(strategy):
         keras_compat.publish(key, json.dumps(here))
         return
     there = json.loads(keras_compat.read_published(key, *topology.cluster_of(strategy).tasks[0]))
     _refuse_other_models(strategy, here[0], there[0])
-    for name in _DATA:
-        mine, other = here[1].get(name, []), there[1].get(name, [])
+    for each in _DATA:
+        mine, other = here[1].get(each, []), there[1].get(each, [])
         if not are_same_data(mine, other):
-            raise ValueError(
-                "Every worker must be given the whole data, the same on all of them; it takes its "
-                f"share of each batch. Received: in `{name}` the arrays on "
-                f"{topology.worker_name(strategy)} differ in shape or values from those on the "
-                f"first worker: {_shapes(mine)} here, {_shapes(other)} there. Load all rows on "
-                "every worker, in the same order, seed random data, and sort what comes from a "
-                "Python set or a folder, such as the names of classes or files; "
-                "tfmulti.distribute_train reads only the rows that it needs."
-            )
+            is_dataset = feeds.is_plain_dataset(given.get(each))
+            error = _dataset_error if is_dataset else _arrays_error
+            raise error(each, topology.worker_name(strategy), mine, other)
+    if here[2] != there[2]:
+        raise ValueError(
+            "Every worker must read the batches of a `PyDataset` in the same order; it takes its "
+            "share of each. Received: Python's random numbers, by which Keras shuffles them, are "
+            f"in another state on {topology.worker_name(strategy)} than on the first worker. Call "
+            "keras.utils.set_random_seed with one number on every worker, or give shuffle=False."
+        )
+
+
+def _state_of_order(name, given) -> int:
+    """Returns a number that stands for the order in which `fit` shuffles batches; 0 for none."""
+    data, shuffles = given.get("x"), name == "fit" and given.get("shuffle", True)
+    # Keras shuffles no endless ones.
+    if shuffles and isinstance(data, keras.utils.PyDataset) and data.num_batches is not None:
+        return zlib.crc32(repr(random.getstate()).encode())
+    return 0
+
+
+def _arrays_error(name, worker, mine, other) -> ValueError:
+    return ValueError(
+        "Every worker must be given the whole data, the same on all of them; it takes its "
+        f"share of each batch. Received: in `{name}` the arrays on {worker} differ in shape or "
+        f"values from those on the first worker: {_shapes(mine)} here, {_shapes(other)} there. "
+        "Load all rows on every worker, in the same order, seed random data, and sort what comes "
+        "from a Python set or a folder, such as the names of classes or files; "
+        "tfmulti.distribute_train reads only the rows that it needs."
+    )
+
+
+def _dataset_error(name, worker, mine, other) -> ValueError:
+    return ValueError(
+        "Every worker must be given the same dataset of all rows; it takes its share of each "
+        f"batch. Received: in `{name}` the dataset on {worker} is made of other arrays, files, "
+        "seeds, counts or shards than that on the first worker. Make it alike on every worker: "
+        "without .shard(), with one seed, and with names of files and classes that are sorted. If "
+        "workers are to have rows of their own, give it the option "
+        "experimental_distribute.auto_shard_policy = OFF."
+    )
 
 
 def _shapes(parts) -> str:
@@ -92,7 +135,7 @@ def describe_data(data) -> list:
     """Returns of each array its shape, a digest and some numbers, as JSON; [] for other data.
 
     Args:
-        data: Arrays, a dataset that `distribute_train` made, or anything else.
+        data: Arrays, a dataset, or anything else.
     """
     leaves = tf.nest.flatten(_arrays_of(data), expand_composites=False)
     leaves = [leaf for leaf in leaves if leaf is not None]
@@ -102,15 +145,18 @@ def describe_data(data) -> list:
 
 
 def _arrays_of(data):
-    """Returns the arrays of data, or what their stream has slices of; other data as they are."""
-    if not hasattr(data, "distribute_to"):
-        return data
-    if data.stream is None:
+    """Returns the arrays of data, or what a dataset was made of; other data as they are."""
+    dataset = getattr(data, "stream", data)
+    if dataset is None:
         return data.arrays
+    if not isinstance(dataset, tf.data.Dataset):
+        return data
+    if dataset is data and not feeds.is_shared_by_rows(data):
+        return []
     # The same files may be in another folder on each host.
     return [
         tf.strings.regex_replace(each, ".*/", "") if each.dtype == tf.string else each
-        for each in keras_compat.source_tensors(data.stream)
+        for each in keras_compat.source_tensors(dataset)
     ]
 
 
@@ -194,10 +240,29 @@ def _number_of(config) -> int:
 
 def _comparable(config):
     if isinstance(config, dict):
-        return {str(k): _comparable(v) for k, v in config.items() if k not in _LEFT_OUT}
+        code = _code_in(config)
+        kept = {k: v for k, v in config.items() if k not in _LEFT_OUT}
+        return {str(k): _comparable(v) for k, v in (kept | code).items()}
     if isinstance(config, (list, tuple)):
         return [_comparable(each) for each in config]
     return config.tolist() if isinstance(config, (np.ndarray, np.generic)) else config
+
+
+def _code_in(config) -> dict:
+    """Returns the code of a function in a configuration, without the file that it stands in."""
+    if not isinstance(config.get("code"), str) or "closure" not in config:
+        return {}
+    return {"code": _parts_of(marshal.loads(base64.b64decode(config["code"])))}
+
+
+def _parts_of(code) -> list | str:
+    """Returns what a function does, of its code; of a constant its text."""
+    if isinstance(code, frozenset):
+        return sorted(map(repr, code))
+    if not isinstance(code, types.CodeType):
+        return repr(code)
+    names = (code.co_names, code.co_varnames, code.co_freevars)
+    return [code.co_code.hex(), *map(list, names), [_parts_of(each) for each in code.co_consts]]
 
 
 class SameOnAllWorkers(keras.callbacks.Callback):

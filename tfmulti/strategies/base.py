@@ -172,6 +172,8 @@ class _KerasRepairs:
             dataset = sampled.of(_copied(dataset))
             if on_demand:
                 return iterators.SplitBatches(dataset, self, on_demand=True, in_chunks=True)
+        if topology.num_workers(self) > 1:
+            dataset = feeds.shared_by_rows(dataset)
         return super().experimental_distribute_dataset(dataset, options)
 
 

@@ -219,8 +219,7 @@ def _before_call(model, name, given):
         feeds.refuse_behind_others(each)
     checks.check_scope(model, name, data)
     checks.adopt_optimizers(model, name)
-    if name == "fit":
-        alike.compare_models(model, given)
+    alike.compare(model, name, given)
     checks.before_call(model, name, data)
 
 

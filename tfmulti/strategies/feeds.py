@@ -15,6 +15,7 @@ from tfmulti.verification.case import Feed
 _EVEN = ("drop", "repeat_first")
 # Rows of ragged or sparse data with which `predict` is verified.
 _MAX_ROWS = 64
+_POLICIES = tf.data.experimental.AutoShardPolicy
 
 
 def feed_of_predict(data) -> Feed:
@@ -87,6 +88,49 @@ def is_in_chunks(dataset) -> bool:
     return not any(isinstance(s, (tf.RaggedTensorSpec, tf.SparseTensorSpec)) for s in specs)
 
 
+def is_shared_by_rows(dataset: tf.data.Dataset) -> bool:
+    """Whether each worker takes its rows of every batch; a user may have chosen another policy."""
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    return policy in (_POLICIES.AUTO, _POLICIES.DATA)
+
+
+def shared_by_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Makes each worker take its rows of every batch, unless the user has chosen another policy.
+
+    TensorFlow's own choice is to give each worker files of its own, and so to make other batches
+    than one device, as soon as a dataset reads files.
+    """
+    if not is_shared_by_rows(dataset):
+        return dataset
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = _POLICIES.DATA
+    return dataset.with_options(options)
+
+
+def refuse_unlike_order(data) -> None:
+    """Raises ValueError for a dataset whose rows come in another order on each worker.
+
+    Args:
+        data: Data of `fit`, `evaluate` or `predict` on several workers.
+    """
+    if not is_plain_dataset(data) or not is_shared_by_rows(data):
+        return
+    found = keras_compat.find_changing_order(data, in_each_pass=False)
+    if found is not None:
+        raise ValueError(
+            "A `tf.data.Dataset` must have the same order on every worker: each takes its rows of "
+            f"every batch, and others would come twice or never. Received: {found}. Give .shuffle("
+            "), list_files and sample_from_datasets a seed, or call keras.utils.set_random_seed "
+            "with one number on every worker before the dataset is made; leave out "
+            "deterministic=False. Or use tfmulti.distribute_train, which shuffles by itself."
+        )
+
+
+def is_plain_dataset(data) -> bool:
+    """Whether data are a `tf.data.Dataset` that `distribute_train` has not made."""
+    return isinstance(data, tf.data.Dataset) and not hasattr(data, "distribute_to")
+
+
 def refuse_behind_others(data) -> None:
     """Raises ValueError for a result of `distribute_train` behind another call of tf.data.
 
@@ -96,7 +140,7 @@ def refuse_behind_others(data) -> None:
     Args:
         data: Data of `fit`, `evaluate` or `predict`.
     """
-    if not isinstance(data, tf.data.Dataset) or hasattr(data, "distribute_to"):
+    if not is_plain_dataset(data):
         return
     for each in keras_compat.made_of(data):
         plan = each.plan if hasattr(each, "distribute_to") else None
