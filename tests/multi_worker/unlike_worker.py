@@ -146,6 +146,8 @@ def predict_by_shards(model, given):
 
 def savers(data):
     saves = CASE == "stop and save" or alone("saves")
+    if alone("keeps the best"):
+        return [keras.callbacks.EarlyStopping("loss", restore_best_weights=True)]
     return [tfmulti.callbacks.Checkpoint(tempfile.mkdtemp(), data)] if saves else []
 
 
@@ -187,9 +189,6 @@ def main():
     if CASE.endswith((" save", " saves")):
         given = {"x": tfmulti.distribute_train((x, x[:, :1]), strategy, 16)}
     callbacks = [Change(), *savers(given["x"])]
-    if alone("keeps the best"):
-        best = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
-        callbacks = [best]
     epochs = 3 if here("epochs") else 2
     model.fit(**given, epochs=epochs, verbose=int(IS_CHIEF), callbacks=callbacks)
     print(f"trained {int(model.optimizer.iterations)} steps", flush=True)

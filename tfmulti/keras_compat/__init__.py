@@ -10,16 +10,12 @@ the tested versions, `table.READ` and `table.ATTRIBUTES` the private names that 
 # fmt: off
 from tfmulti.keras_compat.accessors import (
     HAS_AVERAGES, WithLogits, activated, activation_of, adopt_optimizer, all_layers, all_metrics,
-    averages_and_sums, axes_of, build_model, call_counter, calls_python,
-    compiled_losses, exclude_parts, given_to_compile, inner_optimizer, is_batched, is_from_python,
-    keep_on_each_replica, reads_by_python,
-    local_statistics, loss_of, mask_of, masked_weights, metric_variables, noted_logits,
-    output_loss_trackers,
-    own_losses, path_of, random_layers, remove_mask, replace_table, set_initial_epoch, set_mask,
-    slots_of,
-    stateful_layers,
-    states_from_rows, step_of, sums_activity_penalty, take_initial_epoch, updated_variables,
-    variable_index, variant_tensor,
+    averages_and_sums, axes_of, build_model, compiled_losses, exclude_parts, given_to_compile,
+    inner_optimizer, is_batched, keep_on_each_replica, local_statistics, loss_of, mask_of,
+    masked_weights, metric_variables, noted_logits, output_loss_trackers, own_losses, path_of,
+    random_layers, remove_mask, replace_table, set_initial_epoch, set_mask, slots_of,
+    stateful_layers, states_from_rows, step_of, sums_activity_penalty, take_initial_epoch,
+    updated_variables, variable_index, variant_tensor,
 )
 from tfmulti.keras_compat.batch_sizes import batch_sizes_of, batch_sizes_of_dataset
 from tfmulti.keras_compat.calls import (
@@ -70,7 +66,9 @@ from tfmulti.keras_compat.replaced_steps import (
     track_variable, update_by,
 )
 from tfmulti.keras_compat.stock import is_stock, users_function
-from tfmulti.keras_compat.streams import find_changing_order, made_of, source_tensors
+from tfmulti.keras_compat.streams import (
+    calls_python, find_changing_order, is_from_python, made_of, reads_by_python, source_tensors,
+)
 from tfmulti.keras_compat.table import TABLE, check_versions, install, installed_versions
 from tfmulti.keras_compat.tracing import (
     has_built_layers, is_built, is_recorded, is_recording, is_taping, noting_unbuilt,

@@ -15,7 +15,6 @@ from tensorflow.python.data.ops import dataset_ops
 
 from tfmulti import marks
 from tfmulti.keras_compat.held import HeldVariable
-from tfmulti.keras_compat.reference import operations_of
 from tfmulti.keras_compat.stock import is_stock
 
 _STEP_KINDS = {"train_step": "train", "test_step": "test"}
@@ -204,41 +203,6 @@ def sums_activity_penalty(layer: keras.layers.Layer) -> bool:
     """Whether a layer's activity penalty is a sum over rows, as in Keras before 3.14."""
     version = tuple(int(part) for part in keras.__version__.split(".")[:2])
     return version < (3, 14) and getattr(layer, "activity_regularizer", None) is not None
-
-
-def is_from_python(dataset: tf.data.Dataset) -> bool:
-    """Whether a dataset has the batches of a Python generator or a `PyDataset`, as they are."""
-    # What Keras itself adds to a generator and to a `PyDataset`.
-    while type(dataset).__name__ in ("_PrefetchDataset", "_OptionsDataset"):
-        dataset = dataset._input_dataset
-    # `from_generator` is a flat map of a function that it defines within itself.
-    function = getattr(getattr(dataset, "_map_func", None), "_func", None)
-    return getattr(function, "__qualname__", "").startswith("_from_generator.")
-
-
-def reads_by_python(epoch_iterator) -> bool:
-    """Whether reading a batch calls Python code, of which another call may draw other numbers."""
-    adapter = epoch_iterator.data_adapter
-    dataset = getattr(adapter, "_dataset", None)
-    if isinstance(dataset, tf.data.Dataset | tf.distribute.DistributedDataset):
-        return calls_python(dataset)
-    # Anything but arrays, and a generator, of which Keras has drawn the first batches: a
-    # `PyDataset`, a loader of PyTorch, a dataset of Grain, an adapter of the user's own.
-    return not (hasattr(adapter, "_inputs") or hasattr(adapter, "_first_batches"))
-
-
-def calls_python(dataset) -> bool:
-    """Whether reading a batch of a dataset calls Python code; False for anything else."""
-    if hasattr(dataset, "distribute_to"):
-        dataset = dataset.stream
-    return isinstance(dataset, tf.data.Dataset) and _calls_python(dataset)
-
-
-def _calls_python(dataset) -> bool:
-    for function in dataset._functions():
-        if any("PyFunc" in kind for kind in operations_of(function.function)):
-            return True
-    return any(map(_calls_python, dataset._inputs()))
 
 
 def loss_of(fn) -> keras.losses.Loss:

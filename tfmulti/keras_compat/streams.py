@@ -1,4 +1,4 @@
-"""Finds out what a `tf.data.Dataset` was made of, without reading it."""
+"""Finds out what a `tf.data.Dataset` was made of, and who makes its batches, without reading it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 from tensorflow.core.framework import dataset_options_pb2
+
+from tfmulti.keras_compat.reference import operations_of
 
 _SHUFFLE = "a dataset with a shuffle of its own"
 _UNSEEDED = "a dataset with a shuffle without a seed"
@@ -148,3 +150,38 @@ def _graph_of(dataset) -> tf.compat.v1.GraphDef:
         return tf.compat.v1.GraphDef.FromString(dataset._as_serialized_graph().numpy())
     except tf.errors.OpError:
         return tf.compat.v1.GraphDef()
+
+
+def is_from_python(dataset: tf.data.Dataset) -> bool:
+    """Whether a dataset has the batches of a Python generator or a `PyDataset`, as they are."""
+    # What Keras itself adds to a generator and to a `PyDataset`.
+    while type(dataset).__name__ in ("_PrefetchDataset", "_OptionsDataset"):
+        dataset = dataset._input_dataset
+    # `from_generator` is a flat map of a function that it defines within itself.
+    function = getattr(getattr(dataset, "_map_func", None), "_func", None)
+    return getattr(function, "__qualname__", "").startswith("_from_generator.")
+
+
+def reads_by_python(epoch_iterator) -> bool:
+    """Whether reading a batch calls Python code, of which another call may draw other numbers."""
+    adapter = epoch_iterator.data_adapter
+    dataset = getattr(adapter, "_dataset", None)
+    if isinstance(dataset, tf.data.Dataset | tf.distribute.DistributedDataset):
+        return calls_python(dataset)
+    # Anything but arrays, and a generator, of which Keras has drawn the first batches: a
+    # `PyDataset`, a loader of PyTorch, a dataset of Grain, an adapter of the user's own.
+    return not (hasattr(adapter, "_inputs") or hasattr(adapter, "_first_batches"))
+
+
+def calls_python(dataset) -> bool:
+    """Whether reading a batch of a dataset calls Python code; False for anything else."""
+    if hasattr(dataset, "distribute_to"):
+        dataset = dataset.stream
+    return isinstance(dataset, tf.data.Dataset) and _calls_python(dataset)
+
+
+def _calls_python(dataset) -> bool:
+    for function in dataset._functions():
+        if any("PyFunc" in kind for kind in operations_of(function.function)):
+            return True
+    return any(map(_calls_python, dataset._inputs()))
