@@ -257,3 +257,45 @@ def test_predict_is_verified_with_the_first_batch_that_it_draws(make):
     sums = ROWS.sum(axis=1).reshape(NUM_BATCHES, SIZE)
     expected = sums - sums.mean(axis=1, keepdims=True)
     np.testing.assert_allclose(found[:, 0], expected.reshape(-1), atol=1e-5)
+
+
+class Masked(keras.Model):
+    """Takes a mask, or None, with its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x["rows"]) if x["mask"] is None else 1 / 0
+
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def train_without(strategy, custom):
+    def generate():
+        while True:
+            for index in range(NUM_BATCHES):
+                # Two replicas of three get no row of the last one.
+                rows = slice(SIZE * index, SIZE * index + (SIZE if index < 4 else 1))
+                if custom:
+                    yield {"rows": ROWS[rows], "mask": None}, TARGETS[rows]
+                else:
+                    yield ROWS[rows], TARGETS[rows], None
+
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = Masked() if custom else keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(generate(), steps_per_epoch=NUM_BATCHES, epochs=2, verbose=0)
+    loss = model.evaluate(generate(), steps=NUM_BATCHES, verbose=0)
+    return [*model.get_weights(), loss, model.predict(generate(), steps=NUM_BATCHES, verbose=0)]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("custom", [True, False])
+def test_parts_of_a_generator_that_are_none_stay_so(custom):
+    expected, actual = (train_without(create_strategy(n), custom) for n in (1, 3))
+    for one, several in zip(expected, actual):
+        np.testing.assert_allclose(several, one, rtol=1e-5, atol=1e-6)

@@ -256,6 +256,17 @@ def predicted_texts(strategy, worker):
     return results
 
 
+def parts_that_are_none(strategy, worker):
+    """A generator of batches without sample weights, as Keras takes it."""
+    x, y = rows()
+    model = create_model(strategy)
+    batches = lambda: ((x[i : i + 4], y[i : i + 4], None) for i in (0, 4, 8))
+    model.fit(batches(), verbose=0)
+    result = model.evaluate(batches(), verbose=0)
+    predictions = model.predict(batches(), verbose=0)
+    return {"weights": model.weights[0].numpy(), "result": result, "predictions": predictions}
+
+
 CASES = {
     function.__name__: function
     for function in (
@@ -272,6 +283,7 @@ CASES = {
         many_collectives,
         files,
         predicted_texts,
+        parts_that_are_none,
     )
 }
 

@@ -17,10 +17,18 @@ def to_replicas(strategy: tf.distribute.Strategy, batches: tuple):
         return batches[0]
     first = topology.first_local_replica(strategy)
 
-    def value_of(context):
-        return batches[context.replica_id_in_sync_group - first]
+    parts = [tf.nest.flatten(batch, expand_composites=False) for batch in batches]
+    places = [place for place, part in enumerate(parts[0]) if part is not None]
 
-    return strategy.experimental_distribute_values_from_function(value_of)
+    def value_of(context):
+        own = parts[context.replica_id_in_sync_group - first]
+        return [own[place] for place in places]
+
+    whole = [None] * len(parts[0])
+    distributed = strategy.experimental_distribute_values_from_function(value_of)
+    for place, part in zip(places, distributed):
+        whole[place] = part
+    return tf.nest.pack_sequence_as(batches[0], whole, expand_composites=False)
 
 
 class ReplicaIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIterator):

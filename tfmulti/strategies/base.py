@@ -165,9 +165,11 @@ class _KerasRepairs:
         # A generator goes on in the next call, and a callback may change what it yields: no more
         # batches may be drawn ahead than Keras draws on one device.
         on_demand = keras_compat.is_from_python(dataset)
+        dataset = feeds.with_none(dataset)
         if not feeds.is_in_chunks(dataset):
             return iterators.SplitBatches(sampled.of(dataset), self, on_demand=on_demand)
-        if all(isinstance(s, tf.TensorSpec) for s in tf.nest.flatten(dataset.element_spec)):
+        specs = [s for s in tf.nest.flatten(dataset.element_spec) if not feeds.is_none(s)]
+        if all(isinstance(s, tf.TensorSpec) for s in specs):
             # Replica batches of a batch from Python share its memory, and steps may overwrite it.
             dataset = sampled.of(_copied(dataset))
             if on_demand:
@@ -229,7 +231,8 @@ def _copied(dataset):
 
     def copy(*parts):
         batch = rows.of_arguments(parts, dataset.element_spec)
-        return tf.nest.map_structure(lambda part: tf.raw_ops.DeepCopy(x=part), batch)
+        copied = lambda part: None if part is None else tf.raw_ops.DeepCopy(x=part)
+        return tf.nest.map_structure(copied, batch)
 
     return dataset.map(copy)
 

@@ -88,6 +88,27 @@ def is_in_chunks(dataset) -> bool:
     return not any(isinstance(s, (tf.RaggedTensorSpec, tf.SparseTensorSpec)) for s in specs)
 
 
+def with_none(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns a dataset with None where Keras has put an empty `tf.experimental.Optional` for it.
+
+    Keras does so with the None of a generator, and gives a step None again.
+    """
+    spec = dataset.element_spec
+    if not any(isinstance(each, tf.OptionalSpec) for each in tf.nest.flatten(spec)):
+        return dataset
+
+    def put_back(*parts):
+        keep = lambda part: None if isinstance(part, tf.experimental.Optional) else part
+        return tf.nest.map_structure(keep, rows.of_arguments(parts, spec), expand_composites=False)
+
+    return dataset.map(put_back)
+
+
+def is_none(spec) -> bool:
+    """Whether a part of a dataset's `element_spec` stands for None."""
+    return isinstance(spec, type(tf.type_spec_from_value(None)))
+
+
 def is_shared_by_rows(dataset: tf.data.Dataset) -> bool:
     """Whether each worker takes its rows of every batch; a user may have chosen another policy."""
     policy = dataset.options().experimental_distribute.auto_shard_policy
