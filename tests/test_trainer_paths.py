@@ -10,8 +10,10 @@ import tensorflow as tf
 from replicas import create_strategy
 
 import tfmulti
+from tfmulti import marks, topology
 from tfmulti.cluster import environment
 from tfmulti.step import rows as replica_rows
+from tfmulti.step import wrapped_step
 from tfmulti.strategies import fit_callbacks
 
 NUM_ROWS, BATCH_SIZE = 33, 16  # The last batch has one row.
@@ -563,3 +565,16 @@ def test_files_of_model_checkpoint_do_not_pile_up_where_nobody_reads_them(monkey
     assert not (tmp_path / "kept").exists()
     [folder] = tmp_path.glob("tfmulti_*")
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "create", [lambda: tf.ragged.constant([[1], []]), lambda: tf.sparse.eye(2)]
+)
+def test_predictions_that_workers_cannot_gather_are_refused(monkeypatch, create):
+    part, model = create(), keras.Sequential([keras.layers.Dense(1)])
+    monkeypatch.setattr(topology, "num_workers", lambda strategy: 2)
+    # A single batch is predicted without the other workers.
+    wrapped_step._refuse_to_gather({"output": part}, model)
+    marks.CALL.set(model, ("predict", False))
+    with pytest.raises(ValueError, match="must be dense tensors.* Received: a .*Tensor.* Return"):
+        wrapped_step._refuse_to_gather({"output": part}, model)

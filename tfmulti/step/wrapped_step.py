@@ -7,7 +7,7 @@ import contextlib
 import keras
 import tensorflow as tf
 
-from tfmulti import keras_compat, topology
+from tfmulti import keras_compat, marks, topology
 from tfmulti.step import local_steps
 from tfmulti.step import logs as logs_lib
 from tfmulti.step import rows as rows_lib
@@ -64,9 +64,24 @@ def _has_custom_test_step(model) -> bool:
 
 def _predict(fn, data, replica_batch):
     outputs = fn(data)
+    _refuse_to_gather(outputs, replica_batch.model)
     return tf.nest.map_structure(
         lambda part: _cut(part, replica_batch), outputs, expand_composites=False
     )
+
+
+def _refuse_to_gather(outputs, model):
+    """Raises ValueError for predictions of `predict` that workers cannot send each other."""
+    call, _ = marks.CALL.get(model)
+    if call != "predict" or topology.num_workers(tf.distribute.get_strategy()) == 1:
+        return
+    for part in tf.nest.flatten(outputs, expand_composites=False):
+        if isinstance(part, (tf.RaggedTensor, tf.SparseTensor)):
+            raise ValueError(
+                "Predictions on several workers must be dense tensors, which the workers gather. "
+                f"Received: a {type(part).__name__} of shape {part.shape}. Return .to_tensor() or "
+                "tf.sparse.to_dense of it, or predict in a program without workers."
+            )
 
 
 def _learn(fn, data, replica_batch, kind):
