@@ -252,7 +252,7 @@ def predicted_texts(strategy, worker):
         with strategy.scope():
             model = Predicting(function)
             model.compile()
-        results[str(rank)] = model.predict(data, verbose=0).astype("str")
+        results[str(rank)] = model.predict(data, verbose=0).astype("S301").view("uint8")
     return results
 
 
