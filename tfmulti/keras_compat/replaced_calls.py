@@ -56,7 +56,7 @@ def only_iterators_in_use(original):
         steps = original(self)
         for step in steps:
             yield step
-            is_known = _is_told_of_epochs(self.data_adapter) and self._num_batches
+            is_known = _ignores_iterators(self.data_adapter) and self._num_batches
             is_whole = self.steps_per_epoch is None and is_known
             if is_whole and self._steps_seen >= self._num_batches:
                 # The next line of Keras's function would create one.
@@ -68,7 +68,7 @@ def only_iterators_in_use(original):
     return enumerate_epoch
 
 
-def _is_told_of_epochs(adapter) -> bool:
+def _ignores_iterators(adapter) -> bool:
     """Whether the order of data in an epoch does not depend on how many iterators were created."""
     is_own = hasattr(getattr(adapter, "_dataset", None), "distribute_to")
     return is_own or isinstance(adapter, array_data_adapter.ArrayDataAdapter)

@@ -18,11 +18,14 @@ import tensorflow as tf
 from absl import logging
 
 from tfmulti import keras_compat, marks, topology
+from tfmulti.runtime.scoped import Scoped
 from tfmulti.strategies import failed_calls
 
 WAIT_WARNING_S, WAIT_TIMEOUT_S = 60.0, 1800.0
 """When a worker that waits for another says so, and when it gives up, amid a call of `fit`."""
 _action_numbers, _barrier_numbers = itertools.count(), itertools.count()
+# While the results of a pass are read, at whose end all workers have waited for each other.
+_is_pass_ended = Scoped(False)
 # Keras numbers the layers of a process: conv2d_3. A worker may have created other models before.
 _COUNTER = re.compile(r"_\d+(?=/|$)")
 
@@ -79,8 +82,9 @@ def reach_together(strategy: tf.distribute.Strategy, doing: str) -> None:
     Raises:
         ValueError: If another worker does something else, or does not come.
     """
-    compare_with_chief(strategy, doing, WAIT_TIMEOUT_S)
-    _wait_for_others(strategy, doing)
+    if not _is_pass_ended.value:
+        compare_with_chief(strategy, doing, WAIT_TIMEOUT_S)
+        _wait_for_others(strategy, doing)
 
 
 def result_or_logs(original, model, logs):
@@ -98,7 +102,9 @@ def result_or_logs(original, model, logs):
     if not logs:
         logs = marks.LAST_LOGS.get(model)
         marks.LAST_LOGS.set(model, None)
-    return original(model, logs) if logs else model.get_metrics_result()
+    # Keras reads the metrics one by one: the workers have waited for each other once.
+    with _is_pass_ended.set_to(True):
+        return original(model, logs) if logs else model.get_metrics_result()
 
 
 def describe_call(name: str, given: dict) -> str:
