@@ -377,6 +377,7 @@ class WithUnused(keras.Model):
         return super().test_step(data)
 
 
+@pytest.mark.slow
 def test_what_a_step_never_builds_is_looked_for_once():
     with create_strategy(2, verify="never").scope():
         model = WithUnused()
