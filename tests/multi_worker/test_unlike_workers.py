@@ -9,6 +9,12 @@ SAME_MODEL = "All workers must train the same model"
 SAME_WEIGHTS = "All workers must have the same weights and learning rates"
 
 
+def assert_places(told, who, alone, others):
+    """Asserts that an error names what one worker does alone, and what the other does."""
+    here, there = (others, alone) if who == "chief" else (alone, others)
+    assert f"on worker 1 {here}" in told and f"on the first worker {there}" in told
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case, rule, received",
@@ -110,8 +116,7 @@ def test_a_call_in_a_callback_of_one_worker_alone_is_told(run_workers, who, when
     if when == "amid an epoch":
         assert "All workers must reach a call of predict() together" in told
     else:
-        here, there = (other, call) if who == "chief" else (call, other)
-        assert f"on worker 1 {here}" in told and f"on the first worker {there}" in told
+        assert_places(told, who, call, other)
     assert "trained" not in told
 
 
@@ -120,8 +125,7 @@ def test_a_call_in_a_callback_of_one_worker_alone_is_told(run_workers, who, when
 def test_one_worker_that_predicts_a_batch_alone_by_weights_of_others_is_told(run_workers, who):
     told = "".join(run_workers(2, [PROGRAM, f"{who} by shards"], check=False))
     call, other = "a call of predict_on_batch()", "a call of fit("
-    here, there = (other, call) if who == "chief" else (call, other)
-    assert f"on worker 1 {here}" in told and f"on the first worker {there}" in told
+    assert_places(told, who, call, other)
     assert "trained" not in told
 
 
@@ -131,11 +135,10 @@ def test_one_worker_that_predicts_a_batch_alone_by_weights_of_others_is_told(run
 def test_a_metric_that_one_worker_alone_reads_is_told(run_workers, who, when):
     told = "".join(run_workers(2, [PROGRAM, f"{who} reads a metric {when}"], check=False))
     read = "a read of a metric's result outside of a step"
-    here, there = (read, "the end of") if who == "other" else ("the end of", read)
     if when == "amid an epoch":
         assert f"All workers must reach {read} together" in told
     else:
-        assert f"on worker 1 {here}" in told and f"on the first worker {there}" in told
+        assert_places(told, who, read, "the end of")
     assert "trained" not in told
 
 
@@ -144,8 +147,7 @@ def test_a_metric_that_one_worker_alone_reads_is_told(run_workers, who, when):
 def test_a_callback_that_reads_weights_of_others_on_one_worker_alone_is_told(run_workers, who):
     told = "".join(run_workers(2, [PROGRAM, f"{who} keeps the best"], check=False))
     read = "EarlyStopping.on_epoch_end, which reads state of all workers"
-    here, there = (read, "the end of") if who == "other" else ("the end of", read)
-    assert f"on worker 1 {here}" in told and f"on the first worker {there}" in told
+    assert_places(told, who, read, "the end of")
     assert "trained" not in told
 
 

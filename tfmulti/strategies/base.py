@@ -134,7 +134,7 @@ class _KerasRepairs:
         is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
         if axis is None and _is_state_of_metric(value) and tf.executing_eagerly():
             # Keras reads a metric's result by a sum over all workers.
-            program_order.reach_together(self, "a read of a metric's result outside of a step")
+            self.reach_together("a read of a metric's result outside of a step")
         if not is_mean and axis is None:
             losses.refuse_sums_of_means(self.experimental_local_results(value))
         if axis == 0 and (_is_scalar(value) or any(log() is value for log in self._logs)):
