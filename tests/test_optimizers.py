@@ -1,3 +1,5 @@
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -190,6 +192,37 @@ def test_a_loss_scale_optimizer_takes_over_from_its_inner_one():
     outer = tfmulti.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(inner))
     assert outer.tfmulti_distributed
     assert not hasattr(inner, "tfmulti_distributed")
+
+
+def test_an_apply_that_the_user_has_set_on_the_object_stays():
+    """It clips the gradients of the whole batch, also while they are checked for NaN."""
+
+    def clipping(optimizer):
+        inherited = optimizer.apply
+        optimizer.apply = lambda grads, variables=None: inherited(
+            [tf.clip_by_norm(each, 0.05) for each in grads], variables
+        )
+        return optimizer
+
+    def fit(scope, distribute, callbacks):
+        keras.utils.set_random_seed(1)
+        with scope:
+            optimizer = clipping(SGD(0.1))
+            own = optimizer.apply
+            model = keras.Sequential([keras.Input((6, 6, 1)), *layers("dense")])
+            model.compile(distribute(optimizer), "sparse_categorical_crossentropy")
+        x, y = images(33)
+        model.fit(x, y, batch_size=16, shuffle=False, verbose=0, callbacks=callbacks)
+        return np.concatenate([w.ravel() for w in model.get_weights()]), optimizer, own
+
+    expected, *_ = fit(contextlib.nullcontext(), lambda optimizer: optimizer, [])
+    checks = [tfmulti.callbacks.NonFinite("stop")]
+    scope = create_strategy(3).scope()
+    weights, optimizer, own = fit(scope, tfmulti.DistributedOptimizer, checks)
+    np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-6)
+    # Now the outer one reduces.
+    tfmulti.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))
+    assert optimizer.apply is own
 
 
 @pytest.mark.slow

@@ -41,6 +41,8 @@ class Mark:
 # Optimizers.
 DISTRIBUTED = Mark("distributed", False)
 """Whether `DistributedOptimizer` has made it one."""
+OWN_APPLY = Mark("own_apply")
+"""The `apply` that the user has set on it, which tfmulti's calls."""
 COMPRESSION = Mark("compression")
 """The dtype in which its gradients are sent."""
 SYNCHRONIZE_EVERY = Mark("synchronize_every", 1)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import types
-
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology
-from tfmulti.step import local_steps
+from tfmulti.step import apply, local_steps
 from tfmulti.step.sums import values_of_gradient
 
 
@@ -121,7 +119,7 @@ def watch(optimizer: keras.optimizers.Optimizer) -> FiniteGuard:
         marks.GUARD.set(inner, guard)
     guard.is_on = True
     if not marks.DISTRIBUTED.get(inner):
-        object.__setattr__(inner, "apply", types.MethodType(guard.apply, inner))
+        apply.install(inner, guard.apply)
     return guard
 
 
@@ -131,7 +129,7 @@ def unwatch(optimizer: keras.optimizers.Optimizer) -> None:
     guard = marks.GUARD.get(inner)
     guard.is_on = False
     if getattr(vars(inner).get("apply"), "__func__", None) == guard.apply:
-        object.__delattr__(inner, "apply")
+        apply.uninstall(inner)
 
 
 def update_of(optimizer: keras.optimizers.Optimizer):

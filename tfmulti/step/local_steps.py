@@ -27,7 +27,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology
 from tfmulti.runtime.scoped import Scoped, with_attributes
-from tfmulti.step import averaged, model_contents, owners
+from tfmulti.step import apply, averaged, model_contents, owners
 from tfmulti.step.rows import ReplicaBatch, as_current, current_replica_batch
 
 # How much is averaged at once, which needs as much additional memory.
@@ -156,7 +156,7 @@ def keeping_weights(batch: ReplicaBatch) -> Iterator[None]:
 
 
 def update(optimizer: keras.optimizers.Optimizer, grads, variables) -> None:
-    """Applies the update of an optimizer's class; a local step without rows only counts it.
+    """Applies the update of an optimizer; a local step without rows only counts it.
 
     The gradients of an empty replica batch are 0. They may be accumulated, but in an update
     momentum and weight decay would change the weights.
@@ -167,8 +167,8 @@ def update(optimizer: keras.optimizers.Optimizer, grads, variables) -> None:
         variables: Their variables, or None for those that it was built for.
     """
 
-    def apply():
-        type(optimizer).apply(optimizer, grads, variables)
+    def update_weights():
+        apply.original(optimizer)(grads, variables)
         return tf.constant(True)
 
     def count():
@@ -181,12 +181,12 @@ def update(optimizer: keras.optimizers.Optimizer, grads, variables) -> None:
     batch, accumulates = current_replica_batch(), optimizer.gradient_accumulation_steps
     first = keras_compat.next_op()
     if not is_local or batch is None or not batch.may_be_empty or accumulates:
-        apply()
+        update_weights()
     else:
         # Slots cannot be created within a branch.
         if not optimizer.built and variables is not None:
             optimizer.build(variables)
-        tf.cond(batch.num_real > 0, apply, count)
+        tf.cond(batch.num_real > 0, update_weights, count)
     if _updates.value is not None and not tf.executing_eagerly():
         graph = tf.compat.v1.get_default_graph()
         _updates.value.append((graph, first, keras_compat.next_op()))

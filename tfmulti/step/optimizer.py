@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Iterator
 
 import keras
@@ -12,6 +11,7 @@ from tfmulti import keras_compat, marks, topology
 from tfmulti.choices import COMPRESSIONS, SHARDS
 from tfmulti.settings import check_choice, check_whole_number
 from tfmulti.step import (
+    apply,
     finite,
     gradients,
     local_steps,
@@ -142,7 +142,7 @@ def _distribute(optimizer) -> None:
     if not marks.DISTRIBUTED.get(optimizer):
         inner = keras_compat.inner_optimizer(optimizer)
         marks.UPDATES_ALIKE.set(inner, True)
-        object.__setattr__(optimizer, "apply", types.MethodType(_apply, optimizer))
+        apply.install(optimizer, _apply)
         marks.DISTRIBUTED.set(optimizer, True)
 
 
@@ -226,7 +226,7 @@ def distribute_loaded(model: keras.Model) -> None:
 
 
 def _undo(optimizer):
-    object.__delattr__(optimizer, "apply")
+    apply.uninstall(optimizer)
     marks.DISTRIBUTED.delete(optimizer)
 
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology
 from tfmulti.runtime.scoped import Scoped
-from tfmulti.step import owners, slots
+from tfmulti.step import apply, owners, slots
 from tfmulti.step.rows import current_replica_batch, in_graph_of_step
 
 LARGE_BYTES = 2**14
@@ -313,7 +313,7 @@ def only_update_reads_gradients(model: keras.Model) -> bool:
     parts = [type(model).compute_metrics]
     for each in (optimizer, keras_compat.inner_optimizer(optimizer)):
         # Methods too, which may have been replaced in the object.
-        parts += [type(each), each.apply, each.apply_gradients]
+        parts += [type(each), each.apply, apply.original(each), each.apply_gradients]
     return all(keras_compat.is_stock(part, "tfmulti") for part in parts)
 
 
