@@ -290,7 +290,7 @@ def test_batch_normalization_by_micro_batch_is_told():
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         fit(create(case, DEVICES, micro_batches=3), case, epochs=1)
-    assert any("each micro-batch's own rows" in str(each.message) for each in told)
+    assert any("each micro-batch alone" in str(each.message) for each in told)
 
 
 @pytest.mark.slow

@@ -119,8 +119,8 @@ AVERAGES = Mark("averages", ())
 """What averages a variable over workers: an `Average` for each model that takes local steps."""
 IN_STAGE = Mark("in_stage", False)
 """Whether a weight belongs to such a stage."""
-MICRO_BATCHES_ON_DEVICES = Mark("micro_batches_on_devices", 1)
-"""The micro-batches into which a model with such stages divides a batch."""
+MICRO_BATCHES_ON_DEVICES = Mark("micro_batches_on_devices", 0)
+"""The micro-batches into which a model with such stages divides a batch; 0 for any other."""
 MICRO_BATCHES = Mark("micro_batches", 0)
 """The same for a model with stages on devices or on workers; 0 for any other."""
 IS_SHARDED = Mark("is_sharded", False)

@@ -371,15 +371,16 @@ def beside_normalization(strategy, folder, name):
     """What the check before training tells of models with batch normalization in stages."""
     keras.config.set_floatx("float64")
 
-    def told_of(*others):
+    def told_of(*others, micro_batches=3):
         hidden = (layers.BatchNormalization(), *others, layers.Dense(8))
-        model = create(strategy, {"model": lambda: chain(layers.Dense(8), *hidden)})
+        case = {"model": lambda: chain(layers.Dense(8), *hidden)}
+        model = create(strategy, case | {"pipeline": {"micro_batches": micro_batches}})
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             error = cases.message_of(lambda: model.fit(batches(strategy, {}), verbose=0))
         return [error, *(str(each.message) for each in told if each.category is UserWarning)]
 
-    return {"own": told_of(OfMicroBatch()), "none": told_of()}
+    return {"own": told_of(OfMicroBatch()), "none": told_of(), "one": told_of(micro_batches=1)}
 
 
 def state_in_half_precision(strategy, folder, name):

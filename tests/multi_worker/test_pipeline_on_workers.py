@@ -119,7 +119,9 @@ def assert_verified_beside_normalization(seen):
         assert "Likely cause: local batch statistics, in OfMicroBatch" in each["own"][0]
         error, *told = each["none"]
         assert error == "nothing" and len(told) == 1
-        assert "each micro-batch's own rows" in told[0]
+        assert "each micro-batch alone" in told[0]
+        for advice in (told[0], each["own"][0]):
+            assert "use tfmulti.pipeline(..., micro_batches=1) and one stage for each" in advice
 
 
 @pytest.mark.slow
@@ -130,6 +132,8 @@ def test_batch_normalization_in_stages_hides_nothing_else(slow):
 @pytest.mark.slow
 def test_models_with_batch_normalization_are_verified_in_copies_of_stages(two_stages):
     assert_verified_beside_normalization(two_stages)
+    for error, told in (worker_seen["beside normalization"]["one"] for worker_seen in two_stages):
+        assert error == "nothing" and "each copy of the stages alone" in told
 
 
 @pytest.mark.slow

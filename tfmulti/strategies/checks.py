@@ -23,7 +23,11 @@ from tfmulti.step import (
 from tfmulti.strategies import coordination, feeds
 from tfmulti.verification import Workers, verified
 from tfmulti.verification.case import PREDICT, TEST, TRAIN, Feed
-from tfmulti.verification.custom_parts import local_normalization, num_micro_batches
+from tfmulti.verification.custom_parts import (
+    advice_for_stages,
+    local_normalization,
+    num_micro_batches,
+)
 
 _latest: weakref.ref | None = None
 
@@ -296,18 +300,22 @@ def _warn_of_local_normalization(model):
     if layers and not marks.WARNED_OF_STATISTICS.get(model):
         marks.WARNED_OF_STATISTICS.set(model, True)
         names = ", ".join(layer.name for layer in layers[:3]) + (" ..." if layers[3:] else "")
-        part, advice = "replica", "call tfmulti.synchronize_batch_normalization(model)"
-        if (
-            max(marks.MICRO_BATCHES.get(each) for each in [model, *keras_compat.all_layers(model)])
-            > 1
-        ):
-            part, advice = "micro-batch", "use tfmulti.pipeline(..., micro_batches=1)"
+        part, advice = _how_batch_is_split(model)
         warnings.warn(
-            f"Unsynchronized batch normalization uses the statistics of each {part}'s own rows, "
-            f"so the result differs from that of one device: {names}. To get the same result, "
-            f"{advice} before compile.",
+            f"Unsynchronized batch normalization uses the statistics of each {part} alone, so "
+            f"the result differs from that of one device: {names}. To get the same result, "
+            f"before compile {advice}.",
             stacklevel=2,
         )
+
+
+def _how_batch_is_split(model):
+    """Returns the name of one part of a batch, and how to have batch statistics of all its rows."""
+    advice = advice_for_stages(model)
+    if not advice:
+        return "replica", "call tfmulti.synchronize_batch_normalization(model)"
+    micro_batches = max(map(marks.MICRO_BATCHES.get, [model, *keras_compat.all_layers(model)]))
+    return "micro-batch" if micro_batches > 1 else "copy of the stages", advice
 
 
 def _warn_of_local_steps(model):

@@ -201,7 +201,17 @@ def local_normalization(model: keras.Model) -> list:
 def num_micro_batches(model: keras.Model) -> int:
     """Returns in how many parts one replica computes its rows, where stages are on its devices."""
     layers = [model, *keras_compat.all_layers(model)]
-    return max(marks.MICRO_BATCHES_ON_DEVICES.get(layer) for layer in layers)
+    return max(1, *map(marks.MICRO_BATCHES_ON_DEVICES.get, layers))
+
+
+def advice_for_stages(model: keras.Model) -> str:
+    """Returns what to do so that a layer has all rows of a batch; empty if no stages divide it."""
+    layers = [model, *keras_compat.all_layers(model)]
+    if not any(map(marks.MICRO_BATCHES.get, layers)) or any(map(marks.SEES_BATCH.get, layers)):
+        return ""
+    if not any(map(marks.MICRO_BATCHES_ON_DEVICES.get, layers)):
+        return "use tfmulti.pipeline(..., micro_batches=1) and one stage for each worker"
+    return "use tfmulti.pipeline(..., micro_batches=1)" if num_micro_batches(model) > 1 else ""
 
 
 def has_stock_step(model: keras.Model, kind: str) -> bool:

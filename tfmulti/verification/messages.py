@@ -32,12 +32,16 @@ def describe(
     finding = explanation.explain(case, found, clues)
     number, parts = case.num_replicas, case.num_micro_batches
     how, advice = f"on {number} replicas", finding.advice
+    stages = custom_parts.advice_for_stages(case.model)
+    if stages:
+        in_stages = (
+            "In a pipeline a layer sees one micro-batch at a time, and cannot gather rows: "
+            f"{stages}, or combine rows in the loss or in `train_step`."
+        )
+        # On workers what is not a layer may differ too.
+        advice = in_stages if parts > 1 else f"{advice} {in_stages}"
     if parts > 1:
         how = f"in {parts} micro-batches"
-        advice = (
-            "A layer sees one micro-batch at a time: use tfmulti.pipeline(..., micro_batches=1), "
-            "or combine rows in the loss or in `train_step`."
-        )
     first = found[0]
     names = list(dict.fromkeys(each.what for each in found[1:] if each.what != first.what))
     more = ", ".join(names[:MOST_NAMED])
