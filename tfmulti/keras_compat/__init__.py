@@ -13,8 +13,8 @@ from tfmulti.keras_compat.accessors import (
     averages_and_sums, axes_of, build_model, compiled_losses, exclude_parts, given_to_compile,
     inner_optimizer, is_batched, keep_on_each_replica, local_statistics, loss_of, mask_of,
     masked_weights, metric_variables, noted_logits, output_loss_trackers, own_losses, path_of,
-    random_layers, remove_mask, replace_table, set_initial_epoch, set_mask, slots_of,
-    stateful_layers, states_from_rows, step_of, sums_activity_penalty, take_initial_epoch,
+    random_layers, remove_mask, replace_table, runs_eagerly, set_initial_epoch, set_mask,
+    slots_of, stateful_layers, states_from_rows, step_of, sums_activity_penalty, take_initial_epoch,
     updated_variables, variable_index, variant_tensor,
 )
 from tfmulti.keras_compat.batch_sizes import batch_sizes_of, batch_sizes_of_dataset

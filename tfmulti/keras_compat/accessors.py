@@ -122,6 +122,11 @@ def output_loss_trackers(model: keras.Model) -> list[keras.metrics.Mean]:
     return [metric for metric in getattr(compile_loss, "metrics", []) if metric is not None]
 
 
+def runs_eagerly(model: keras.Model) -> bool:
+    """Whether the steps of a model run eagerly, by its own setting or by TensorFlow's."""
+    return model.run_eagerly or tf.config.functions_run_eagerly()
+
+
 def all_layers(model: keras.Model) -> list[keras.layers.Layer]:
     """Returns the layers of a model at any depth; `Model.layers` has only the outermost ones."""
     return list(model._flatten_layers(include_self=False))

@@ -194,9 +194,6 @@ def verify_once_built(strategy, model: keras.Model, peek, iterator) -> None:
     whole_batch.prepare_metrics(model)
     # The metrics of `compile` are there now.
     refuse_outside_scope(model)
-    if model.optimizer is not None and (model.run_eagerly or tf.config.functions_run_eagerly()):
-        x = keras.utils.unpack_x_y_sample_weight(peek())[0]
-        sparse_gradients.note_positions(model, keras_compat.gather_local(strategy, x))
     _warn_of_unknown_end(model, iterator)
     _verify(model, peek, iterator)
 
@@ -284,6 +281,10 @@ def verify_feed(model: keras.Model, kind: str, feed: Feed) -> None:
         kind: `"train"` or `"test"`.
         feed: The description of its data.
     """
+    strategy, is_eager = model.distribute_strategy, keras_compat.runs_eagerly(model)
+    if is_eager and kind == TRAIN and model.optimizer and strategy.num_replicas_in_sync > 1:
+        x = keras.utils.unpack_x_y_sample_weight(feed.peek())[0]
+        sparse_gradients.note_positions(model, keras_compat.gather_local(strategy, x))
     verification.verify_once(model, kind, feed, WORKERS)
     if marks.CALL.get(model)[0] == "fit" and kind == TRAIN:
         marks.FEED.set(model, feed)

@@ -179,7 +179,7 @@ def watched(model: keras.Model, kind: str, make: Callable) -> Callable:
             logs = _verify_and_run(model, kind, make, iterator)
         else:
             logs = function(iterator)
-        if kind == TRAIN and not _runs_eagerly(model):
+        if kind == TRAIN and not keras_compat.runs_eagerly(model):
             marks.ATTRIBUTES.set(model, None)
         samples = marks.SAMPLES.get(model).get(kind)
         case = marks.CHECKED.get(model).get(kind)
@@ -303,7 +303,7 @@ class VerifyAgain(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         """Compares the values; a collective of all workers, where a step has such values."""
         # A step can have been verified in an earlier call, before an attribute was set.
-        reads_attributes = self._is_first or _runs_eagerly(self.model)
+        reads_attributes = self._is_first or keras_compat.runs_eagerly(self.model)
         nothing = not reads_attributes and marks.SETTINGS.get(self.model) is None
         self._is_first = False
         if marks.FEED.get(self.model) is None or nothing:
@@ -317,7 +317,7 @@ class VerifyAgain(keras.callbacks.Callback):
             verified.forget(self.model, TRAIN)
             _verify_within_fit(self.model)
             self.model.make_train_function()
-        if _runs_eagerly(self.model):
+        if keras_compat.runs_eagerly(self.model):
             marks.ATTRIBUTES.set(self.model, attributes_of(self.model))
 
     def on_train_end(self, logs=None):
@@ -331,7 +331,3 @@ class VerifyAgain(keras.callbacks.Callback):
         attributes = marks.ATTRIBUTES.get(self.model)
         by_attribute = attributes is not None and attributes != attributes_of(self.model)
         return by_attribute or any(not same_bits(now, then) for now, then in values)
-
-
-def _runs_eagerly(model):
-    return model.run_eagerly or tf.config.functions_run_eagerly()

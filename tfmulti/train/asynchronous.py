@@ -239,7 +239,7 @@ def _check(model, callbacks, max_staleness, epochs):
             f"Received: {model.name!r}, of {type(model.distribute_strategy).__name__}. Create and "
             'compile it in the scope of create_strategy("parameter_server"), or call model.fit.'
         )
-    if model.run_eagerly or tf.config.functions_run_eagerly():
+    if keras_compat.runs_eagerly(model):
         raise ValueError(
             "`train_async` sends steps to workers as graphs, which `run_eagerly` does not change. "
             f"Received: {model.name!r}, which runs eagerly. Compile it without run_eagerly=True "

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
+from tfmulti import keras_compat
 from tfmulti.step import replicated
 from tfmulti.step.rows import count_rows
 from tfmulti.verification import custom_parts
@@ -126,7 +127,7 @@ class Case(Batches):
     @property
     def eager(self) -> bool:
         """Whether the step runs eagerly."""
-        return self.model.run_eagerly or tf.config.functions_run_eagerly()
+        return keras_compat.runs_eagerly(self.model)
 
     @property
     def is_replicated(self) -> bool:

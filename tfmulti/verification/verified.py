@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfmulti import keras_compat, marks
 from tfmulti.verification.case import Case, Feed
@@ -48,7 +47,7 @@ def notes(model: keras.Model, kind: str) -> dict:
         model: The model.
         kind: `"train"`, `"test"` or `"predict"`.
     """
-    if model.run_eagerly or tf.config.functions_run_eagerly():
+    if keras_compat.runs_eagerly(model):
         return {}
     compiled = keras_compat.compiled_state(model)
     function = getattr(model, f"{kind}_function", None)
