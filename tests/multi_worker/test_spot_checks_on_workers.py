@@ -30,13 +30,13 @@ def assert_told(workers):
     one = spot_check_worker.evaluate(create_strategy(1))
     assert one["told"] == []
     for said in workers:
-        assert "so evaluate again" in said["evaluates"]["told"][0]
+        assert "then evaluate again" in said["evaluates"]["told"][0]
         np.testing.assert_allclose(said["evaluates"]["result"], one["result"], atol=1e-6)
     for name, feed in spot_check_worker.FEEDS.items():
         stays = spot_check_worker.run_case(create_strategy(1), feed, make=programs.relu)
         for said in workers:
             [told] = said[f"begins, {name}"]["told"]
-            assert "13 steps after it was verified" in told
+            assert "13 steps after verification" in told
             assert said[f"begins, {name}"]["weights"] == workers[0][f"begins, {name}"]["weights"]
             assert "but not 13 steps later" in said[f"error, {name}"]["error"]
             assert said[f"stays, {name}"]["told"] == []
