@@ -161,7 +161,8 @@ def test_a_function_of_the_notebook_after_tensorflow_was_used_there_and_again():
     _, launched, checked = run_cells(DEFINITIONS, *cells)
     assert launched.count("Epoch 2/2") == 2 and "[worker" not in launched
     lines = checked.splitlines()
-    assert float(lines[0]) == 0.0
+    # Workers predict other numbers of rows at a time, which may change the last bit.
+    assert float(lines[0]) < 1e-6
     assert lines[1] == "True [0, 1]"
     assert re.fullmatch("True True <.*Absolute object at .*> 4", lines[2])
     assert lines[-1] == "8 ['loss', 'mse']"
