@@ -257,7 +257,8 @@ def _show_causes(result, console, tracebacks):
         if outcome.error:
             console.print(Text(f"{outcome.name}: {outcome.error}\n", style="red"))
         if outcome.traceback and tracebacks:
-            console.print(Text(outcome.traceback))
+            # Unwrapped, so that paths and code can be copied.
+            console.print(Text(outcome.traceback), soft_wrap=True)
     for finding, names in outcomes_of.items():
         where = f": {finding.where}" if finding.where else ""
         console.print(Text(f"{', '.join(names)}: {finding.cause}{where}", style="bold"))
