@@ -161,7 +161,7 @@ def test_no_eager_step_is_replicated_on_several_gpus(monkeypatch):
     with pytest.warns(UserWarning, match="Every replica computes `train_step`"):
         fit()
     monkeypatch.setattr(topology, "on_gpus", lambda strategy: True)
-    with pytest.raises(ValueError, match="not replicated either: with run_eagerly=True.*compile"):
+    with pytest.raises(ValueError, match="does not help: with run_eagerly=True.*compile"):
         fit()
 
 
