@@ -20,8 +20,8 @@ test-all: install
 	$(BIN)/python -m pytest --numprocesses=2 -m "slow or not slow" --part $(PART)
 
 # Measures every guarantee under every strategy and on stock Keras; writes CONFORMANCE.md. In
-# parts: make conformance PART=2/8 measures the second of eight; CONFORMANCE.json keeps the rows,
-# and CONFORMANCE.md is written once it has all.
+# parts: make conformance PART=2/8 measures the second of eight. CONFORMANCE.json, which is in the
+# repository, keeps the rows, and CONFORMANCE.md is written once it has all.
 conformance: install
 	PYTHONPATH=tests $(BIN)/python -m conformance --part $(PART)
 	$(BIN)/python docs/figures.py
