@@ -354,7 +354,13 @@ def test_what_else_may_read_the_gradients_of_an_update_is_found():
         model, own, logging = compiled(), compiled(), compiled(Logging)
     apply = own.optimizer.apply
     own.optimizer.apply = lambda grads, variables: apply(grads, variables)
-    for each, expected in ((model, True), (own, False), (logging, False)):
+    before = keras.optimizers.SGD()
+    before.apply = own.optimizer.apply
+    with create_strategy(2).scope():
+        set_before = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        set_before.compile(tfmulti.DistributedOptimizer(before), "mse")
+    expected_of = ((model, True), (own, False), (set_before, False), (logging, False))
+    for each, expected in expected_of:
         assert parameters.only_update_reads_gradients(each) is expected
     # As while a loss takes a gradient.
     with tf.GradientTape():

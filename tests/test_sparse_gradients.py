@@ -135,7 +135,7 @@ def test_tables_are_found_beside_a_frozen_weight_of_another_worker():
         table, frozen = keras.layers.Embedding(5, 3), keras.layers.Dense(2, trainable=False)
         model = keras.Model(tokens, frozen(table(tokens)))
     keras_compat.hold(frozen.kernel, keras_compat.HeldVariable, strategy, is_here=False)
-    sparse_gradients.note_positions(model, tf.zeros((2, 4), tf.int32))
+    sparse_gradients.note_positions(model, lambda: tf.zeros((2, 4), tf.int32))
     assert marks.TABLE_READS.get(model) == {id(table.embeddings): sparse_gradients.TOKENS}
 
 

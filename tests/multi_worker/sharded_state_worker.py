@@ -291,15 +291,17 @@ def compiled_again(strategy, folder, name):
     return {"same": [same(models[0], each) for each in models[1:]], "held": held_by}
 
 
-class OwnPenalty(keras.Model):
-    """Keras's own step, with a loss that adds a penalty of its own gradient."""
-
+class TwoLayers(keras.Model):
     def __init__(self):
         super().__init__()
         self.one, self.two = keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)
 
     def call(self, x):
         return self.two(self.one(x))
+
+
+class OwnPenalty(TwoLayers):
+    """Keras's own step, with a loss that adds a penalty of its own gradient."""
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         with tf.GradientTape() as tape:
@@ -365,14 +367,7 @@ def own_models(strategy, folder, name):
     return seen | {"log_t": abs(float(models[0].log_t.numpy() - models[1].log_t.numpy()))}
 
 
-class InTurn(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)
-
-    def call(self, x):
-        return self.two(self.one(x))
-
+class InTurn(TwoLayers):
     def train_step(self, data):
         x, y = data
         for layer, optimizer in ((self.one, self.optimizer), (self.two, self.second)):

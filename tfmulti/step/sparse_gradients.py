@@ -128,17 +128,19 @@ def join(parts):
     return tf.IndexedSlices(values, indices, parts[0].dense_shape)
 
 
-def note_positions(model: keras.Model, x) -> None:
+def note_positions(model: keras.Model, peek) -> None:
     """Finds a model's position tables, for steps that run eagerly and have no graph.
 
     If the model cannot be traced, nothing is recorded.
 
     Args:
         model: A model that is built.
-        x: Some rows of its input.
+        peek: Function that returns a batch, as the replicas receive it.
     """
     if marks.TABLE_READS.get(model) is not None:
         return
+    x = keras.utils.unpack_x_y_sample_weight(peek())[0]
+    x = keras_compat.gather_local(model.distribute_strategy, x)
     try:
         reads = _trace_reads(model, x)
     except Exception as error:

@@ -283,8 +283,7 @@ def verify_feed(model: keras.Model, kind: str, feed: Feed) -> None:
     """
     strategy, is_eager = model.distribute_strategy, keras_compat.runs_eagerly(model)
     if is_eager and kind == TRAIN and model.optimizer and strategy.num_replicas_in_sync > 1:
-        x = keras.utils.unpack_x_y_sample_weight(feed.peek())[0]
-        sparse_gradients.note_positions(model, keras_compat.gather_local(strategy, x))
+        sparse_gradients.note_positions(model, feed.peek)
     verification.verify_once(model, kind, feed, WORKERS)
     if marks.CALL.get(model)[0] == "fit" and kind == TRAIN:
         marks.FEED.set(model, feed)
