@@ -128,12 +128,32 @@ def amid_an_accumulation(num_replicas):
     return model
 
 
-def test_a_file_saved_between_updates_holds_the_sum_of_all_replicas(tmp_path):
+def load_model(path):
+    return keras.models.load_model(path)
+
+
+def load_weights(path):
+    model = keras.models.load_model(path.parent / "settled.keras")
+    model.load_weights(path)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("save", "load", "name"),
+    [
+        (keras.Model.save, load_model, "model.keras"),
+        (keras.Model.save_weights, load_weights, "model.weights.h5"),
+    ],
+)
+def test_a_file_saved_between_updates_holds_the_sum_of_all_replicas(save, load, name, tmp_path):
     saved = []
     for number in (1, 2):
-        path = tmp_path / f"{number}.keras"
-        amid_an_accumulation(number).save(path)
-        loaded = keras.models.load_model(path).optimizer.variables
+        path = tmp_path / str(number) / name
+        path.parent.mkdir()
+        model = amid_an_accumulation(number)
+        save(model, path)
+        model.save(path.parent / "settled.keras")
+        loaded = load(path).optimizer.variables
         saved.append([np.array(v) for v in loaded if "accumulator" in v.path])
     assert len(saved[0]) == 4
     for value, expected in zip(saved[1], saved[0], strict=True):
@@ -157,7 +177,10 @@ def test_a_worker_alone_saves_no_sum_of_its_own(tmp_path, monkeypatch):
     model = amid_an_accumulation(2)
     with pytest.raises(RuntimeError, match="same sums.* Received: a save between .* Save it after"):
         model.save(tmp_path / "model.keras")
-    model.save_weights(tmp_path / "model.weights.h5")
+    with pytest.raises(RuntimeError, match="same sums"):
+        model.save_weights(tmp_path / "model.weights.h5")
+    with pytest.raises(RuntimeError, match="same sums"):
+        model.get_state_tree()
     # As at the end of an epoch.
     accumulation.settle_compiled(model)
     model.save(tmp_path / "model.keras")
@@ -166,3 +189,17 @@ def test_a_worker_alone_saves_no_sum_of_its_own(tmp_path, monkeypatch):
         model.save(tmp_path / "model.keras")
     model.train_on_batch(ROWS[:6], LABELS[:6])
     model.save(tmp_path / "model.keras")
+
+
+@pytest.mark.parametrize("callback", ["NonFinite", "Checkpoint"])
+def test_callbacks_that_read_each_steps_gradients_may_come_amid_an_accumulation(callback, tmp_path):
+    models = []
+    for number in (1, 2):
+        model = amid_an_accumulation(number)
+        folder = [tmp_path / str(number)] * (callback == "Checkpoint")
+        chosen = getattr(tfmulti.callbacks, callback)(*folder)
+        model.fit(ROWS, LABELS, batch_size=6, shuffle=False, verbose=0, callbacks=[chosen])
+        models.append(model)
+    for weight, expected in zip(models[1].weights, models[0].weights, strict=True):
+        for copy in models[1].distribute_strategy.experimental_local_results(weight.value):
+            np.testing.assert_allclose(copy, expected, rtol=0, atol=1e-6)

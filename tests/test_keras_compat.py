@@ -614,6 +614,7 @@ SAVES = {
     "saving_lib.save_weights_only": (keras.Model.save_weights, "model.weights.h5"),
     "legacy_h5_format.save_model_to_hdf5": (keras.Model.save, "model.h5"),
     "Model.export": (lambda model, path: model.export(path, verbose=False), "exported"),
+    "Model.get_state_tree": (lambda model, path: path.write_text(f"{model.get_state_tree()}"), "t"),
 }
 
 

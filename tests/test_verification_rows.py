@@ -80,7 +80,7 @@ def test_unlike_shares_of_parts_are_told(num_replicas, data):
 @pytest.mark.slow
 def test_parts_of_later_batches_that_are_not_known_are_warned_of():
     data = cases.two_parts(12, 4, 30, 10).map(lambda *batch: batch)
-    with pytest.raises(UserWarning, match="same share of every part of a batch, .* of 12"):
+    with pytest.raises(UserWarning, match="same share of every part of each batch.* of 12"):
         trained({"x": data}, 2)
 
 
@@ -92,7 +92,7 @@ def test_a_part_of_which_a_replica_gets_no_row_is_told_or_warned_of():
     # Rows that are gathered need a row on each replica.
     with pytest.raises(ValueError, match=UNLIKE):
         trained({"x": last_of_one()}, 2, gathered)
-    with pytest.raises(UserWarning, match="gets a row of every part of a batch, as of the first"):
+    with pytest.raises(UserWarning, match="gets a row of every part of each batch.* a first batch"):
         trained({"x": last_of_one().map(lambda *batch: batch)}, 2, gathered)
 
 

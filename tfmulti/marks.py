@@ -61,6 +61,8 @@ SETTLED_AT = Mark("settled_at")
 """After how many steps every replica was last given the sum of all; see `step.accumulation`."""
 
 # Models.
+KEEPS_WHOLE_SUMS = Mark("keeps_whole_sums", False)
+"""Whether a checkpoint may store its accumulated gradients, which must then be the whole sums."""
 CALL = Mark("call", ("", False))
 """Keras's method that runs, the innermost one, and whether it also validates."""
 VERIFIED = Mark("verified")

@@ -14,11 +14,10 @@ from absl import logging
 
 from tfmulti import keras_compat, marks, topology
 from tfmulti.callbacks.throughput import check_dataset, steps_before, steps_done
-from tfmulti.checkpoint import callback_states, generations, optimizers, state
+from tfmulti.checkpoint import callback_states, checks, generations, optimizers, state
 from tfmulti.checkpoint.folder_lock import FolderLock
 from tfmulti.checkpoint.on_chief import on_chief
 from tfmulti.cluster import environment
-from tfmulti.data.epochs import EpochDataset
 from tfmulti.runtime import files, processes
 from tfmulti.settings import check_whole_number
 from tfmulti.strategies import coordination, program_order
@@ -114,10 +113,10 @@ class Checkpoint(keras.callbacks.Callback):
         self._strategy = self.model.distribute_strategy
         self._requests = requests_of(self._strategy)
         self._requests.reset()
-        self._strategy.keeps_whole_sums = True
-        _check_given(self._dataset, self.model)
-        _check_model(self._dataset, self.model)
-        _check_steps(self._dataset, self.params.get("steps"))
+        marks.KEEPS_WHOLE_SUMS.set(self.model, True)
+        checks.check_given(self._dataset, self.model)
+        checks.check_model(self._dataset, self.model)
+        checks.check_steps(self._dataset, self.params.get("steps"))
         self._last_time = self._clock()
         self._take_sigterm()
         self._first_rates = optimizers.rates_of(self.model)
@@ -198,9 +197,9 @@ class Checkpoint(keras.callbacks.Callback):
         before, self._step = self._step, self._step + done
         self._unsaved = True
         has_requests = self._requests.receive()
-        if self._dataset is None:
+        if self._end_by_nan(logs) or self._dataset is None:
             return
-        _check_moved(self._dataset, self._began)
+        checks.check_moved(self._dataset, self._began)
         every = self.every_steps
         due = every is not None and before // every != self._step // every
         # Before validation resets the metrics of an epoch that is not over; under parameter
@@ -216,6 +215,17 @@ class Checkpoint(keras.callbacks.Callback):
             self._unsaved = self._is_at_last_step()
             self._requests.clear("save")
         self._stop_if_requested()
+
+    def _end_by_nan(self, logs) -> bool:
+        """Whether training ends with an infinite loss or NaN, which would replace good weights."""
+        if not checks.is_ended_by_nan(self._callbacks, logs):
+            return False
+        self._unsaved = False
+        self._print_fn(
+            f"the loss at step {self._step} is {logs['loss']}: it is not saved. The next start "
+            "resumes from an earlier step"
+        )
+        return True
 
     def on_epoch_end(self, epoch, logs=None):
         """Copies the state of a run that a callback ends before it is over, to save it later.
@@ -336,52 +346,9 @@ def _check_arguments(dataset, every_steps, every_minutes, keep) -> None:
         )
 
 
-def _check_given(dataset, model) -> None:
-    """Raises ValueError for data with a position that would not be saved."""
-    given = marks.TRAINS_FROM.get(model)
-    if dataset is None and isinstance(given, EpochDataset):
-        raise ValueError(
-            "`Checkpoint` needs `dataset` where `fit` trains from a result of distribute_train, or "
-            "a resumed run takes the rows of the first epoch again. Received: dataset=None, and "
-            f"data of {given.plan.steps_per_epoch} steps per epoch in `fit`. "
-            "Use Checkpoint(folder, dataset=train), with the same result of distribute_train."
-        )
-
-
-def _check_model(dataset, model) -> None:
-    """Raises ValueError if the model does not train where the data were distributed to."""
-    if dataset is not None and model.distribute_strategy is not dataset.strategy:
-        raise ValueError(
-            "A checkpoint with the position in `dataset` needs a model of that dataset's strategy. "
-            f"Received: {model.name!r}, which was created outside of its scope. "
-            "Create and compile it within `with strategy.scope():`."
-        )
-
-
 def _raise(error: Exception | None) -> None:
     if error is not None:
         raise error
-
-
-def _check_steps(dataset, steps: int | None) -> None:
-    """Raises ValueError if the epochs of `fit` differ from those of the data."""
-    if dataset is not None and steps != dataset.plan.steps_per_epoch:
-        raise ValueError(
-            "`fit` must run whole epochs of `dataset`, or the position in it is unknown. "
-            f"Received: {steps} steps, and {dataset.plan.steps_per_epoch} per epoch of the data. "
-            "Give steps_per_epoch to distribute_train instead."
-        )
-
-
-def _check_moved(dataset, began: tuple[int, int]) -> None:
-    """Raises ValueError if a step was taken that was none of the data's."""
-    if dataset.position == began:
-        raise ValueError(
-            "`fit` must train from the `dataset` given to `Checkpoint`, or resuming repeats rows. "
-            f"Received: a training step that did not advance its position, {began}. Call "
-            "model.fit(dataset), with the same result of distribute_train, for a strategy that "
-            "create_strategy has made."
-        )
 
 
 def _is_within_fit(frame, model: keras.Model) -> bool:

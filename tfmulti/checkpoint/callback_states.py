@@ -1,8 +1,8 @@
 """The state of callbacks in a checkpoint.
 
-That is what Keras's callbacks which stop training, lower the rate, keep the best weights or swap
-them go by, and what a callback of the user's own returns from `state_dict`; these are the names
-that PyTorch and Lightning have for such methods.
+That is what Keras's callbacks which stop training, lower the rate, keep the best weights, swap
+them or count steps go by, and what a callback of the user's own returns from `state_dict`; these
+are the names that PyTorch and Lightning have for such methods.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from tfmulti import keras_compat
 
 _REMEMBERED = ("best", "best_epoch", "wait", "stopped_epoch", "cooldown_counter")
-_REMEMBERED += (keras_compat.HAS_AVERAGES,)
+_REMEMBERED += (keras_compat.HAS_AVERAGES, *keras_compat.COUNTERS)
 _BEST_WEIGHTS = "best_weights"
 # What Keras gives to each callback.
 _OF_KERAS = ("_model", "params")
@@ -158,7 +158,7 @@ def _plain(value):
     """Returns a scalar as a Python number, a copy of a collection, anything else unchanged."""
     if isinstance(value, dict | list):
         return copy.deepcopy(value)
-    if isinstance(value, bool | str):
+    if isinstance(value, bool | int | str) or value is None:
         return value
     try:
         return float(value)

@@ -49,16 +49,20 @@ def _of_this_worker(model) -> dict:
         "python": [version, list(words), gauss],
         "numpy": [kind, keys.tolist(), position, has_gauss, cached],
         "keras": keras_compat.global_seed_state(),
+        "keras_is_seeded": keras_compat.has_seeded(model.distribute_strategy),
         "generators": {path: list(map(_read, _copies_of(each))) for path, each in generators},
     }
 
 
 def _put_back(states, model):
+    # First: Keras seeds its generator, where there is none yet, from Python's random numbers.
+    keras_compat.set_global_seed_state(states["keras"])
+    if states.get("keras_is_seeded", False):
+        keras_compat.note_seeding(model.distribute_strategy)
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, np.array(keys, np.uint32), *rest))
-    keras_compat.set_global_seed_state(states["keras"])
     # Earlier versions did not save them.
     saved = states.get("generators", {})
     for path, generator in _generators_of(model).items():

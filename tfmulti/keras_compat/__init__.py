@@ -9,7 +9,8 @@ the tested versions, `table.READ` and `table.ATTRIBUTES` the private names that 
 # Several names on a line: ruff would make it 140 lines.
 # fmt: off
 from tfmulti.keras_compat.accessors import (
-    HAS_AVERAGES, WithLogits, activated, activation_of, adopt_optimizer, all_layers, all_metrics,
+    COUNTERS, HAS_AVERAGES, WithLogits, activated, activation_of, adopt_optimizer, all_layers,
+    all_metrics,
     averages_and_sums, axes_of, build_model, compiled_losses, exclude_parts, given_to_compile,
     inner_optimizer, is_batched, keep_on_each_replica, local_statistics, loss_of, mask_of,
     masked_weights, metric_variables, noted_logits, output_loss_trackers, own_losses, path_of,
@@ -57,8 +58,8 @@ from tfmulti.keras_compat.reference import (
 )
 from tfmulti.keras_compat.replacement import has_servers, is_ours, note_strategy
 from tfmulti.keras_compat.seeds import (
-    global_seed, global_seed_state, global_states, is_seed_state, prepare_global_seeds,
-    random_stream, set_global_seed_state,
+    global_seed, global_seed_state, global_states, has_seeded, is_seed_state, note_seeding,
+    prepare_global_seeds, random_stream, set_global_seed_state,
 )
 from tfmulti.keras_compat.replaced_steps import (
     accumulators, after_updates, clip_by, has_custom_step, is_accumulating,

@@ -20,6 +20,13 @@ from tfmulti.keras_compat.stock import is_stock
 _STEP_KINDS = {"train_step": "train", "test_step": "test"}
 HAS_AVERAGES = "_ema_weights_in_model"
 """The attribute of `SwapEMAWeights` that tells whether the model has the averages now."""
+COUNTERS = (
+    "_batches_seen_since_last_saving",
+    "_last_batch_seen",
+    "_global_train_batch",
+    "_global_test_batch",
+)
+"""The attributes in which `ModelCheckpoint` and `TensorBoard` count the steps of a run."""
 
 
 def variant_tensor(dataset: tf.data.Dataset) -> tf.Tensor:

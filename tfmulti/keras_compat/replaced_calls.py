@@ -210,20 +210,19 @@ def before_saving(with_optimizer: bool):
     """
 
     def make(original, before):
-        def save(model, filepath, *args, **kwargs):
+        def save(model, *args, **kwargs):
             before(model, with_optimizer)
             try:
                 if not tf.distribute.has_strategy():
-                    return original(model, filepath, *args, **kwargs)
+                    return original(model, *args, **kwargs)
                 # Saving creates variables. In the scope all workers must do so; often only one
                 # saves. Whether all workers read weights together holds in the other thread, too.
                 run = contextvars.copy_context().run
-                return held.call_outside_scope(
-                    lambda: run(original, model, filepath, *args, **kwargs)
-                )
+                return held.call_outside_scope(lambda: run(original, model, *args, **kwargs))
             except BlockingIOError as error:
+                path = args[0] if args else kwargs["filepath"]
                 raise BlockingIOError(
-                    f"Only one process may write a file. Received: a save to {filepath}, which "
+                    f"Only one process may write a file. Received: a save to {path}, which "
                     "another process is writing. With several workers, let only the chief save "
                     "(`tfmulti.resolve_cluster(check_network=False).is_chief`), or pass "
                     "keras.callbacks.ModelCheckpoint to `fit` on every worker."

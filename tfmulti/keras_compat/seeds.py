@@ -64,10 +64,14 @@ class GlobalSeeds:
 
     Args:
         strategy: The strategy.
+
+    Attributes:
+        generator: The generator.
+        is_asked_for: Whether a step has drawn from it in this run.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy):
-        state, self._is_asked_for = random.getstate(), _present() is not None
+        state, self.is_asked_for = random.getstate(), _present() is not None
         with strategy.scope():
             generator = seed_generator.global_seed_generator()
             value = generator.state.value
@@ -83,8 +87,8 @@ class GlobalSeeds:
 
     def ask(self) -> keras.random.SeedGenerator:
         """Returns the generator, in a step."""
-        if not self._is_asked_for and not reference.in_separate_traces():
-            self._is_asked_for = True
+        if not self.is_asked_for and not reference.in_separate_traces():
+            self.is_asked_for = True
             # For its effect on Python's random numbers: with this call Keras seeds its generator.
             seed_generator.make_default_seed()
         return self.generator
@@ -94,6 +98,19 @@ def prepare_global_seeds(strategy: tf.distribute.Strategy) -> None:
     """Creates the `GlobalSeeds` of a strategy, unless Keras still uses its generator."""
     if strategy.global_seeds is None or strategy.global_seeds.generator is not _present():
         strategy.global_seeds = GlobalSeeds(strategy)
+
+
+def has_seeded(strategy: tf.distribute.Strategy) -> bool:
+    """Whether a step under a strategy has drawn from Keras's generator in this run."""
+    seeds = getattr(strategy, "global_seeds", None)
+    return seeds is not None and seeds.is_asked_for
+
+
+def note_seeding(strategy: tf.distribute.Strategy) -> None:
+    """Keeps a resumed run from drawing a seed again, which it had drawn before it was saved."""
+    if hasattr(strategy, "global_seeds"):
+        prepare_global_seeds(strategy)
+        strategy.global_seeds.is_asked_for = True
 
 
 def _present():

@@ -150,6 +150,8 @@ ATTRIBUTES = {
     keras.Sequential: ("_functional",),
     keras_function.Function: ("_nodes_by_depth",),
     keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
+    keras.callbacks.ModelCheckpoint: ("_batches_seen_since_last_saving", "_last_batch_seen"),
+    keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch"),
     node.Node: ("_keras_history",),
     keras.activations.softmax: ("_keras_logits",),
     tf.random.get_global_generator: ("global_generator",),

@@ -95,14 +95,16 @@ _CALLS = (
             "one replica's sum of gradients, between two updates",
             "test_no_model_is_saved_between_averages",
             ("before_saving",),
-            ("filepath",),
+            (argument,),
         )
-        # `model.save`, `keras.saving.save_model` and their like call these.
-        for owner, name, with_optimizer in (
-            (saving_lib, "save_model", True),
-            (saving_lib, "save_weights_only", False),
-            (legacy_h5_format, "save_model_to_hdf5", True),
-            (keras.Model, "export", False),
+        # `model.save`, `keras.saving.save_model` and their like call these, `OrbaxCheckpoint` the
+        # last one. A file of weights has the optimizer's state, too.
+        for owner, name, with_optimizer, argument in (
+            (saving_lib, "save_model", True, "filepath"),
+            (saving_lib, "save_weights_only", True, "filepath"),
+            (legacy_h5_format, "save_model_to_hdf5", True, "filepath"),
+            (keras.Model, "export", False, "filepath"),
+            (keras.Model, "get_state_tree", True, "value_format"),
         )
     ),
     Replacement(

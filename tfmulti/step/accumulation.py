@@ -34,7 +34,7 @@ def defers_reduction(model: keras.Model | None) -> bool:
     # Loss scaling and the guard judge the gradients of each step; all replicas must decide alike.
     if hasattr(optimizer, "inner_optimizer") or finite.guard_of(optimizer) is not None:
         return False
-    if getattr(model.distribute_strategy, "keeps_whole_sums", False):
+    if marks.KEEPS_WHOLE_SUMS.get(model):
         return False
     return not keras_compat.has_custom_step(model, "train")
 

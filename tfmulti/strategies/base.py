@@ -60,8 +60,6 @@ class _KerasRepairs:
     distribute_optimizers = True
     # The generator of random operations without a seed, shared by the threads of all replicas.
     global_seeds = None
-    # Whether a checkpoint may store accumulated gradients, which must then be the whole sums.
-    keeps_whole_sums = False
     # Weak references to the outputs of the latest Keras step.
     _logs = ()
 

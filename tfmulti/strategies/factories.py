@@ -219,6 +219,9 @@ def _before_call(model, name, given):
         feeds.refuse_behind_others(each)
     checks.check_scope(model, name, data)
     checks.adopt_optimizers(model, name)
+    if name == "fit":
+        # A callback of this `fit` may have every step reduce, which begins with whole sums.
+        accumulation.settle_compiled(model)
     alike.compare(model, name, given)
     checks.before_call(model, name, data)
 

@@ -36,7 +36,7 @@ def before_saving(model: keras.Model, with_optimizer: bool) -> None:
             "An optimizer can be saved only when all workers hold the same sums of gradients. "
             "Received: a save between two updates of `gradient_accumulation_steps`, on one worker. "
             "Save it after an update, at the end of an epoch or after `fit`, or in "
-            "callbacks.Checkpoint or ModelCheckpoint; or save the weights alone."
+            "callbacks.Checkpoint or ModelCheckpoint."
         )
     if slots.is_gathering():
         slots.join_gathering()
