@@ -1,8 +1,9 @@
 """What tfmulti is compared with, each in one file, as its own users write it.
 
-A file has `KIND`, what trains, or `REDUCES`, what sums alone, made by `peer`; and the function that
-`peer` takes, which is called in the peer's processes and imports the peer there. Only the tables
-that readers see, `docs/figures.py` and `benchmarks/tables.py`, name a peer.
+A file has `KIND`, for a peer that trains, or `REDUCES`, for one that only all-reduces, made by
+`peer`; and the function that `peer` takes, which is called in the peer's processes and imports the
+peer there. Only the help of `--peers` and the tables that readers see, `docs/figures.py` and
+`benchmarks/tables.py`, name a peer.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ peer = functools.partial(
     is_peer=True,
     not_on=("own",),
 )
-"""Returns a kind of a peer, which takes orders of steps alone."""
+"""Returns a kind of a peer, which accepts only commands to take steps."""
 
 
 def torch_environments(count: int) -> tuple[dict[str, str], ...]:

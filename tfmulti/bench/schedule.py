@@ -20,7 +20,7 @@ _STEPS = (6, 30)
 _WARM_UP_STEPS = 4
 _INPUT_STEPS = 30
 _LONG_STEPS = 100
-# Of whose `fit` the time beyond its steps is measured: a long block takes seconds.
+# For this one, the time of `fit` beyond its steps is measured: a long block takes seconds.
 _LONG_WORKLOAD = "compute"
 
 SIZES = (1, 32 * 1024, 1024**2, 16 * 1024**2)

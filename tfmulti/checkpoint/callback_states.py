@@ -186,5 +186,5 @@ def _is_same(kept, value) -> bool:
 def _best_weights(callback) -> list[np.ndarray]:
     weights = getattr(callback, _BEST_WEIGHTS, None)
     arrays = [np.asarray(weight) for weight in weights] if isinstance(weights, list | tuple) else []
-    # Not of what is no number.
+    # Arrays that are not numeric are not saved.
     return arrays if all(array.dtype.kind not in "OSU" for array in arrays) else []

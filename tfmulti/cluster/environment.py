@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 TOKEN = "TFMULTI_TOKEN"
-"""The secret of one job: only who knows it may come to the rendezvous of its workers."""
+"""The secret of one job: only processes that know it may join the rendezvous of its workers."""
 
 START_TIMEOUT = "TFMULTI_START_TIMEOUT"
 """Seconds that workers wait for one another before TensorFlow starts."""
@@ -35,13 +35,13 @@ A program that fails with exit code 1 or 2 before any worker has made its file i
 """
 
 PREEMPTED = 143
-"""Exit code of a worker that was told to end (SIGTERM), and did so in good order."""
+"""Exit code of a worker that received SIGTERM and exited cleanly."""
 
 PEER_LOST = 144
-"""Exit code of a worker that ends because another one has gone."""
+"""Exit code of a worker that ends because it has lost a peer."""
 
 
-# Who starts a job again counts how often: the launcher, and a scheduler that does so by itself.
+# Whatever restarts a job counts the restarts: the launcher, or a scheduler that restarts jobs.
 _RESTART_COUNTS = (RESTARTS, "SLURM_RESTART_COUNT")
 
 

@@ -225,7 +225,7 @@ class Replacement:
             docstring says where that is.
         repairs: The error message, or the wrong result, without the replacement.
         test: The test that takes the replacement out. A canary, `test_canary_...`, fails when Keras
-            and TensorFlow no longer need it; of what only this package needs there is none.
+            and TensorFlow no longer need it; entries that serve only this package have no canary.
         needs: Names of functions that `install` passes to `make`.
         arguments: Arguments of the original that it relies on; None if that is not a function.
         within: The name of the context manager.

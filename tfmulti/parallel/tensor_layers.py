@@ -268,7 +268,7 @@ def split_call(
 
 
 def _with_whole_weight(layer, call, inputs):
-    """Returns a layer's outputs in a branch or a loop, which workers may run unlike each other.
+    """Returns a layer's outputs in a branch or a loop, which not all workers may execute.
 
     They gather the weight before it, and exchange nothing within it.
     """

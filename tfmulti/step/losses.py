@@ -79,7 +79,7 @@ def reduce_loss(reduce, values, sample_weight=None, mask=None, reduction="mean",
     if is_loop():
         # Without rows, Keras returns the losses themselves.
         loss = tf.reduce_sum(loss)
-    reduction = _as_it_acts(reduction, values, sample_weight, mask)
+    reduction = _effective_reduction(reduction, values, sample_weight, mask)
     if reduction == "sum":
         return _sum_of(loss, values, replica_batch)
     count = _denominator(sample_weight, mask, reduction)
@@ -202,7 +202,7 @@ def _refuse_weights_of_rows(values, sample_weight):
         )
 
 
-def _as_it_acts(reduction, values, sample_weight, mask):
+def _effective_reduction(reduction, values, sample_weight, mask):
     """Returns the reduction that has the same result, where a number replaces those of rows."""
     shape = tf.convert_to_tensor(values).shape
     weights = None if sample_weight is None else tf.convert_to_tensor(sample_weight).shape

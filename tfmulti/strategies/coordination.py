@@ -110,7 +110,7 @@ def leave_together(strategy: tf.distribute.Strategy, waits: bool = True) -> None
 
     Args:
         strategy: The strategy of this worker.
-        waits: False only tells the others that this worker does not come otherwise.
+        waits: Whether to wait; if not, this only tells the others not to wait for this worker.
     """
     if not getattr(strategy, "checks_call_order", False):
         return

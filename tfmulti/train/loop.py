@@ -45,7 +45,7 @@ def train_and_evaluate(config: TrainConfig, print_fn=print) -> dict:
     strategy = _create_strategy(config)
     if keras_compat.has_servers(strategy):
         config.check_with_servers()
-    # Missing devices are told before data are loaded.
+    # Reports missing devices before data are loaded.
     stages = stage_devices(config)
     config = resolve_batch_size(config, strategy, print_fn)
     global_batch_size = config.resolve_global_batch_size(strategy.num_replicas_in_sync)

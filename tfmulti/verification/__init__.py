@@ -164,7 +164,7 @@ def is_between_updates(model: keras.Model) -> bool:
 
 
 def spot_check(model: keras.Model, kind: str, drawn, number: int, workers: Workers) -> None:
-    """Compares a verified step with one device once more, amid the training; a collective.
+    """Compares a verified step with one device once more, during training; a collective.
 
     Args:
         model: The model.

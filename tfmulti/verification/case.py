@@ -278,7 +278,7 @@ def few_rows(counts: Sequence[int], number: int) -> list[int]:
 
 
 def few_rows_unlike(counts: Sequence[int], number: int, in_chunks: bool) -> list[int]:
-    """Returns small numbers of rows in the proportion of `counts`, which replicas share unlike.
+    """Returns few rows in the proportion of `counts`, not divided equally among replicas.
 
     >>> few_rows_unlike([12, 4], 2, True)
     [3, 1]

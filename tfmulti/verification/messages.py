@@ -159,7 +159,7 @@ def describe_cannot_run(case: Case, reason: str) -> ValueError:
 
 
 def describe_drift(case: Case, name: str) -> ValueError:
-    """Returns the error for replicas that would end a step, or have ended, with unlike weights.
+    """Returns the error for replicas that end a step, or have ended one, with other weights.
 
     Args:
         case: The verified step.

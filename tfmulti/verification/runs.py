@@ -132,7 +132,7 @@ class Distributed:
         return Outcome(by_name(outputs), by_name(metrics))
 
     def salts(self) -> range:
-        """Returns with which salts it should draw; single numbers can be alike by chance."""
+        """Returns the salts to draw with: single numbers can be equal by chance."""
         return range(1, 1 + (_NUM_SALTS if self._draws_without_rows else 1))
 
     @contextlib.contextmanager

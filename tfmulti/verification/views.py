@@ -34,7 +34,7 @@ _IGNORED = (-1, -100)
 MANY = "many rows"
 # The longest sequence that a number which the step compares with is tried as.
 _LONGEST = 1024
-# Numbers of rows that the replicas cannot share alike, of parts that have different numbers.
+# Numbers of rows of parts that differ, and cannot be divided equally among replicas.
 UNLIKE = "other numbers of rows"
 # An optimizer that accumulates updates in the step after these, and other things happen every so
 # many steps: 8,400 is a multiple of 25, 50 and 100, and 1,441,440 of every number to 16.
