@@ -128,10 +128,6 @@ def amid_an_accumulation(num_replicas):
     return model
 
 
-def load_model(path):
-    return keras.models.load_model(path)
-
-
 def load_weights(path):
     model = keras.models.load_model(path.parent / "settled.keras")
     model.load_weights(path)
@@ -141,7 +137,7 @@ def load_weights(path):
 @pytest.mark.parametrize(
     ("save", "load", "name"),
     [
-        (keras.Model.save, load_model, "model.keras"),
+        (keras.Model.save, keras.models.load_model, "model.keras"),
         (keras.Model.save_weights, load_weights, "model.weights.h5"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What `fit` must be like for a checkpoint that has the position in the data."""
+"""What checkpoints need of a `fit`: its data, its model, and a finite loss."""
 
 from __future__ import annotations
 
