@@ -186,6 +186,7 @@ def test_the_default_model_learns_the_digits_and_the_files_are_there(tmp_path):
         "metrics",
         "weights_sha256",
         "restarts",
+        "resumed_step",
         "versions",
     }
     assert (result["num_replicas"], result["examples"]) == (2, 1437 * result["epochs"])
@@ -528,6 +529,15 @@ def test_the_result_counts_the_whole_run_however_often_it_was_started(tmp_path):
     result = loop.train_and_evaluate(config(tmp_path, **settings), told.append)
     assert any("resumed at step 28" in line for line in told)
     assert (result["steps"], result["examples"], result["epochs"]) == (45, 3 * 1437, 3)
+    assert result["resumed_step"] == 28
+
+
+def test_the_table_tells_the_steps_of_the_whole_run_from_those_of_the_last_start():
+    result = {"steps": 1138, "seconds": 7.84, "resumed_step": 0, "restarts": 0}
+    assert command._show_steps(result) == {"steps": "1,138 in 7.8 s"}
+    result |= {"resumed_step": 85, "restarts": 1}
+    text = "1,138, of which 1,053 in 7.8 s since the last start"
+    assert command._show_steps(result) == {"steps": text, "restarts": 1}
 
 
 @pytest.mark.slow

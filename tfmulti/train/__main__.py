@@ -170,13 +170,21 @@ def _show(result, workdir):
         "strategy": result["strategy"],
         "replicas": f"{result['num_replicas']} on {workers}",
         "global batch size": result["global_batch_size"],
-        "steps": f"{result['steps']:,} in {result['seconds']:,.1f} s",
+        **_show_steps(result),
         "examples per second": f"{rate:,.0f}" if rate else "not measured",
         **{words[name]: show_value(metrics[name]) for name in names},
         "model": f"{workdir}/model.keras" if workdir else "not kept: no --workdir",
         "curves": f"tensorboard --logdir {workdir}/logs" if workdir else "not kept: no --workdir",
     }
     console.show_rows(rows, _print_line, "tfmulti.train")
+
+
+def _show_steps(result) -> dict:
+    steps, before, restarts = (result[name] for name in ("steps", "resumed_step", "restarts"))
+    text = f"{steps - before:,} in {result['seconds']:,.1f} s"
+    if before or restarts:
+        text = f"{steps:,}, of which {text} since the last start"
+    return {"steps": text} | ({"restarts": restarts} if restarts else {})
 
 
 if __name__ == "__main__":

@@ -79,9 +79,11 @@ def train_and_evaluate(config: TrainConfig, print_fn=print) -> dict:
         reporter.close()
     seconds = time.perf_counter() - began
     result = _describe(settings, reporter, throughput, history, seconds)
-    for name, before in zip(("steps", "examples"), reporter.done_before(train.plan)):
-        # Counted over the whole run, including earlier starts.
-        result[name] += before
+    steps, examples = reporter.done_before(train.plan)
+    # Counted over the whole run, including earlier starts.
+    result["steps"] += steps
+    result["examples"] += examples
+    result["resumed_step"] = steps
     result |= {n: v for n, v in vars(history).items() if n == "steps_by_worker"}
     result["weights_sha256"] = digest_weights(model)
     reporter.finish(model, result)
