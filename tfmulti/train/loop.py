@@ -79,11 +79,6 @@ def train_and_evaluate(config: TrainConfig, print_fn=print) -> dict:
         reporter.close()
     seconds = time.perf_counter() - began
     result = _describe(settings, reporter, throughput, history, seconds)
-    steps, examples = reporter.done_before(train.plan)
-    # Counted over the whole run, including earlier starts.
-    result["steps"] += steps
-    result["examples"] += examples
-    result["resumed_step"] = steps
     result |= {n: v for n, v in vars(history).items() if n == "steps_by_worker"}
     result["weights_sha256"] = digest_weights(model)
     reporter.finish(model, result)
@@ -120,6 +115,8 @@ def _describe(settings, reporter, throughput, history, seconds) -> dict:
     metrics = {name: np.asarray(v[-1], float).tolist() for name, v in history.history.items()}
     measured = {name: metrics.pop(name, None) for name in callbacks.MEASURED}
     workers = getattr(reporter.strategy, "num_workers", None)
+    # Steps and examples are counted over the whole run, including earlier starts.
+    steps, examples = reporter.done_before(settings.plan)
     return {
         "strategy": type(reporter.strategy).__name__,
         "num_workers": workers or reporter.num_workers,
@@ -127,9 +124,10 @@ def _describe(settings, reporter, throughput, history, seconds) -> dict:
         "global_batch_size": settings.plan.global_batch_size,
         "per_replica_batch_size": settings.per_replica_batch_size,
         "learning_rate": _learning_rate(settings.learning_rate, reporter.saver),
-        "steps": throughput.steps,
+        "steps": steps + throughput.steps,
+        "resumed_step": steps,
         "epochs": len(history.epoch),
-        "examples": throughput.examples,
+        "examples": examples + throughput.examples,
         "seconds": round(seconds, 3),
         "examples_per_second": measured["examples_per_second"],
         "metrics": metrics,
