@@ -119,7 +119,11 @@ def unmet(requirements: Iterable[Requirement], installed: VersionOf) -> list[str
 
 
 def check_needs(needs: dict[str, list[Requirement]], installed: VersionOf) -> Check:
-    """Checks the requirements of these packages, as `pip check` does for all."""
+    """Checks the requirements of these packages.
+
+    `pip check` judges all packages of the environment, the user's too, knows only one name for
+    TensorFlow, and is missing where uv made the environment.
+    """
     others = [name for name in TENSORFLOWS[1:] if installed(name)]
     faults = []
     for name, requirements in needs.items():
