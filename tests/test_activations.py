@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras import layers
+from keras import layers, ops
 from replicas import create_strategy
 
 import tfmulti
@@ -162,6 +162,25 @@ def tied():
     return model
 
 
+class Candidates(keras.Model):
+    """An encoder that a vectorized loop calls for parts of the inputs, beside an ordinary call."""
+
+    def __init__(self):
+        super().__init__()
+        inner = [keras.Input((3,)), layers.Dense(5, activation="tanh"), layers.Dense(4)]
+        self.encoder = keras.Sequential(inner)
+
+    def call(self, x):
+        encoded = ops.vectorized_map(self.encoder, ops.reshape(x, (-1, 2, 3)))
+        return ops.sum(ops.prod(encoded, 1) * self.encoder(x[:, :3]), -1, keepdims=True)
+
+
+def candidates():
+    model = Candidates()
+    model(X[:2])
+    return model
+
+
 class Centering(layers.Layer):
     """Reads a running mean after it has assigned it: no gradient passes an assignment."""
 
@@ -209,6 +228,7 @@ MODELS = {
     "tied": (tied, (TOKENS, Y)),
     "assigning": (assigning, (X, Y)),
     "half": (half, (X, Y)),
+    "in a vectorized loop": (candidates, (X, Y)),
 }
 
 

@@ -5,6 +5,7 @@ sharded ones, in the same process.
 """
 
 import contextlib
+import functools
 import gc
 import os
 import weakref
@@ -224,6 +225,35 @@ class Clipping(keras.Model):
         return {"loss": loss}
 
 
+class Private(keras.Model):
+    """A step that bounds the gradient of each row, where workers have different numbers of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = chain(layers.Dense(WIDE, activation="tanh"))
+        self.out = layers.Dense(3)
+
+    def call(self, x):
+        return self.out(self.encoder(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            logits = self(x, training=True)
+            losses = keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
+        of_rows = tape.jacobian(losses, self.trainable_variables)
+        grads = [tf.reduce_mean(tf.clip_by_norm(g, 0.3, range(1, g.ndim)), 0) for g in of_rows]
+        self.optimizer.apply(grads, self.trainable_variables)
+        return {"loss": tf.reduce_mean(losses)}
+
+
+class InMap(Clipping):
+    """A layer with sharded weights that a vectorized loop calls."""
+
+    def call(self, x):
+        return self.out(tf.vectorized_map(lambda row: self.hidden(row[None])[0], x))
+
+
 MODELS = {
     "functional": functional,
     "tied": Tied,
@@ -241,6 +271,7 @@ MODELS = {
     "checkpointed": checkpointed,
     "checkpointed_lstm": checkpointed_lstm,
     "clipping": Clipping,
+    "gradients of rows": Private,
 }
 COMPARED = (*OPTIMIZERS, *MODELS)
 OF_TOKENS = ("tied", "table", "lstm", "checkpointed_lstm", "bidirectional")
@@ -559,6 +590,10 @@ def swapped(strategy, folder, name):
     return {"histories": histories, "apart": [apart(models[0], other) for other in models[1:]]}
 
 
+def train_in_a_loop(strategy):
+    fit(build(strategy, InMap))
+
+
 def refusals(strategy, folder, name):
     """What is told."""
     strategy.verify = "never"
@@ -605,6 +640,7 @@ def refusals(strategy, folder, name):
 
     programs = (early, compressed, no_scope, whole, exported, saved_in_scope, outside, clipped)
     programs = {each.__name__: each for each in programs}
+    programs["in_a_loop"] = functools.partial(train_in_a_loop, strategy)
     return {name: cases.message_of(program) for name, program in programs.items()}
 
 

@@ -110,6 +110,7 @@ def test_what_cannot_be_is_told(fast):
         assert "Received: Clipped._clip_gradients." in told["clipped"]
         assert "/iteration, created outside it" in told["outside"]
         assert "model.save on the chief after `fit`" in told["exported"]
+        assert "Call the layer on all rows at once" in told["in_a_loop"]
         # It creates variables, on the chief alone.
         assert told["saved_in_scope"] == "nothing"
 

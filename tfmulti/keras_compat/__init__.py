@@ -63,7 +63,7 @@ from tfmulti.keras_compat.seeds import (
 )
 from tfmulti.keras_compat.replaced_steps import (
     accumulators, after_updates, clip_by, has_custom_step, is_accumulating,
-    is_update_step, noting_assigned, num_steps, own_parts_of_apply, strategy_of,
+    in_vectorized_loop, is_update_step, noting_assigned, num_steps, own_parts_of_apply, strategy_of,
     track_variable, update_by,
 )
 from tfmulti.keras_compat.stock import is_stock, users_function

@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras.src.optimizers import base_optimizer
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.eager.polymorphic_function import autograph_util, function_type_utils
+from tensorflow.python.ops.parallel_for import control_flow_ops as parallel_for
 
 from tfmulti import marks
 from tfmulti.keras_compat import held
@@ -284,7 +285,7 @@ def within_steps(original, take_gradient):
     def gradient(self, target, sources, output_gradients=None, *args, **kwargs):
         if args:
             kwargs["unconnected_gradients"] = args[0]
-        if _in_vectorized_loop():
+        if in_vectorized_loop():
             # The gradient of one row or one element, which the user's code combines later.
             return original(self, target, sources, output_gradients, **kwargs)
         return take_gradient(original, self, target, sources, output_gradients, **kwargs)
@@ -292,7 +293,7 @@ def within_steps(original, take_gradient):
     return gradient
 
 
-def _in_vectorized_loop() -> bool:
+def in_vectorized_loop() -> bool:
     """Whether `tf.vectorized_map` or `tf.GradientTape.jacobian` is tracing its function."""
     # TensorFlow names these loops so, and has no other sign of them.
     scopes = tf.get_current_name_scope().split("/")
@@ -308,8 +309,10 @@ def inline_functions(original, inlines):
     """
 
     def call(self, *args, **kwargs):
-        # Traced as a part of the step, it would no longer be compiled by XLA.
-        if not inlines() or self._jit_compile:
+        # Traced as a part of the step, it would no longer be compiled by XLA, and TensorFlow makes
+        # vectorized loops of eager steps in a graph only.
+        is_loop = getattr(self._python_function, "__module__", None) == parallel_for.__name__
+        if not inlines() or self._jit_compile or is_loop:
             return original(self, *args, **kwargs)
         function, status = self._python_function, ag_ctx.Status.DISABLED
         if self._autograph:

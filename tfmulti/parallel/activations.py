@@ -138,6 +138,9 @@ def recomputed(
         sharded = gathered()
         if sharded and (in_branch() or not in_replica()):
             return call(*args, **kwargs)
+        # TensorFlow converts the operations of such a loop, and loses gradients of our own.
+        if keras_compat.in_vectorized_loop():
+            return call(*args, **kwargs)
         return _RepeatedCall(layer, call, args, kwargs, model or layer, sharded).outputs()
 
     run.is_recomputed = True
@@ -166,6 +169,7 @@ class _RepeatedCall:
             and this worker's parts of the gathered parameters.
         num_inputs: How many of them are inputs.
         num_gathered: How many of them, the last ones, are parts of gathered parameters.
+        whole: The gathered parameters of the first run, where a graph is built.
         reads: Checks which tensors the call and code outside of it read.
     """
 
@@ -180,7 +184,7 @@ class _RepeatedCall:
         variables = layer.variables if layer is not None else []
         self._variables = [v for v in variables if not isinstance(v, ShardedParameter)]
         self._gathered, self.num_gathered = gathered, len(gathered)
-        self.tensors = []
+        self.tensors, self.whole = [], []
         self._context = keras_compat.call_context()
         # Variables of other layers that the first run has updated, with their values before it.
         self._others = []
@@ -206,6 +210,7 @@ class _RepeatedCall:
         whole = []
         if self._gathered:
             whole = self.receive(tensors, gathers.begin(tensors[: self.num_inputs]))
+        self.whole = [] if tf.executing_eagerly() else whole
         with gathers.within(is_second=False):
             outputs, scope = self._run(tensors, whole)
         self._updated = list(scope.updated.values())

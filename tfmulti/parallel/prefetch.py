@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
+from tfmulti import keras_compat
 from tfmulti.step.rows import current_replica_batch
 
 
@@ -20,7 +21,8 @@ class GatherSchedule:
     """Decides when the layer calls of a step gather their weights.
 
     A call has `num_gathered`, the number of its sharded parameters; `tensors`, which its first run
-    was given; and `receive(tensors, after)`, which gathers for a run.
+    was given; `whole`, the weights of that run; and `receive(tensors, after)`, which gathers for a
+    run.
     """
 
     def __init__(self):
@@ -64,6 +66,9 @@ class GatherSchedule:
             tensors: The tensors of the second run.
             after: Those of them after which to gather.
         """
+        if call.whole and keras_compat.in_vectorized_loop():
+            # Of `tape.jacobian`: each worker would gather once for each of its rows.
+            return call.whole
         expected, whole = self._ahead or (None, [])
         if expected is call:
             self._ahead = None

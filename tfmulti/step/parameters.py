@@ -238,7 +238,18 @@ def num_reads(parameter: ShardedParameter) -> int:
 
 
 def receive(parameter: ShardedParameter, held: tf.Tensor) -> tf.Tensor:
-    """Returns a parameter's whole value, without a gradient; see `gather`."""
+    """Returns a parameter's whole value, without a gradient; see `gather`.
+
+    Raises:
+        RuntimeError: In a vectorized loop, which workers run once for each of their rows.
+    """
+    if keras_compat.in_vectorized_loop():
+        raise RuntimeError(
+            "A sharded weight cannot be gathered within `tf.vectorized_map` or an eager "
+            "`tape.jacobian`, which run once for each row of a worker, and workers may have "
+            f"different numbers of them. Received: {parameter.path}. Call the layer on all rows at "
+            "once and without run_eagerly, or compile with shard='state', which keeps them whole."
+        )
     strategy = tf.distribute.get_strategy()
     return owners.receive_from(strategy, held, parameter.owner, parameter.shape)
 
