@@ -361,6 +361,21 @@ def test_resumes_in_stages_and_without(tmp_path):
     assert worker.apart(whole, fitted("one", 4, DEVICES)) < 1e-12
 
 
+def test_a_state_for_each_row_is_kept_with_one_micro_batch_and_else_refused():
+    def build():
+        recurrent = layers.SimpleRNN(8, stateful=True)
+        return keras.Sequential([keras.Input(batch_shape=(4, 5, 3)), recurrent, layers.Dense(3)])
+
+    with pytest.raises(ValueError, match="simple_rnn.*, stateful=True, micro_batches=3. Use micro"):
+        create({"model": build}, DEVICES)
+    x, models = np.random.RandomState(0).rand(16, 5, 3), []
+    for devices in (None, DEVICES):
+        model = create({"model": build}, devices, **({"micro_batches": 1} if devices else {}))
+        model.fit(x, np.arange(16) % 3, batch_size=4, shuffle=False, verbose=0)
+        models.append(model)
+    assert worker.apart(*models) <= 1e-12
+
+
 def test_what_cannot_be_is_told():
     def told(**settings):
         with replicas.create_strategy(1).scope(), pytest.raises(ValueError) as caught:

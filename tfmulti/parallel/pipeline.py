@@ -153,6 +153,13 @@ def _refuse_layers(model, micro_batches):
         for layer in keras_compat.all_layers(model)
         if isinstance(layer, keras.layers.SpectralNormalization)
     )
+    stateful = keras_compat.stateful_layers(model)
+    if stateful and micro_batches > 1:
+        raise ValueError(
+            "A layer with `stateful=True` keeps a state for each row of the batch, which has fewer "
+            f"rows in a micro-batch. Received: {stateful[0].name}, stateful=True, "
+            f"micro_batches={micro_batches}. Use micro_batches=1 or stateful=False."
+        )
     synchronized = [layer.name for layer in normalization.synchronized_layers(model)]
     if synchronized and micro_batches > 1:
         raise ValueError(

@@ -123,6 +123,7 @@ class StageRun:
                 return tape, sources, after.floats(flat)
 
         self._recorded.append(recorded)
+        new = self._of_rows(index, state, new)
         self._state = [
             old if keras_compat.is_seed_state(old[0]) else changed
             for old, changed in zip(state, new, strict=True)
@@ -146,6 +147,16 @@ class StageRun:
         of_weights = gradients[number:]
         self.previous = tf.nest.flatten(of_weights, expand_composites=True)
         return [tf.convert_to_tensor(grad) for grad in gradients[:number]], of_weights
+
+    def _of_rows(self, index, state, new):
+        """Returns the new state, which a micro-batch without rows leaves as it was."""
+        begin, end = self.bounds(index)
+        return [
+            pair
+            if keras_compat.is_seed_state(pair[0])
+            else (pair[0], tf.where(end > begin, pair[1], old))
+            for pair, (_, old) in zip(new, state, strict=True)
+        ]
 
     def _after_previous(self, tensors) -> list[tf.Tensor]:
         """Makes a micro-batch wait for the previous one.

@@ -318,9 +318,17 @@ class _WorkerPass:
         return tf.IndexedSlices(values, rows, gradient.dense_shape)
 
     def update(self) -> None:
-        """Assigns the variables that the stages have updated, on all workers of each copy."""
+        """Assigns the variables that the stages have updated, on all workers of each copy.
+
+        Those of metrics, of which a read adds all workers' values, stay where they were updated.
+        """
         pairs = [(stage, v) for stage, each in enumerate(self._plan.traces) for v in each.updated]
         own = dict(zip(map(id, self._trace.updated), self._run.updates, strict=True))
+        added = [v for v in self._trace.updated if v.synchronization == "on_read"]
+        for variable, before in zip(added, keras_compat.values_of(added)):
+            variable.assign(tf.where(self._is_padding, before, own[id(variable)]))
+        current_replica_batch().of_stages += added
+        pairs = [(stage, v) for stage, v in pairs if v.synchronization != "on_read"]
         # In the variables' own dtypes: those that a call casts to have other sizes.
         now = keras_compat.values_of(variable for _, variable in pairs)
         values = [

@@ -274,6 +274,8 @@ class ReplicaBatch:
             `tfmulti.parallel.prefetch.GatherSchedule`; None until the first gathers.
         gathered: The tensors that `gather_batch` has returned in this step; none in eager steps.
         reduced: Weak references to the gradients that tapes have reduced in this step, by id.
+        of_stages: Variables of metrics that this worker's stage of a pipeline has updated, with
+            rows that other workers may have.
     """
 
     num_rows: tf.Tensor
@@ -285,6 +287,7 @@ class ReplicaBatch:
     gathers: object | None = None
     gathered: list[tf.Tensor] = dataclasses.field(default_factory=list)
     reduced: dict[int, object] = dataclasses.field(default_factory=dict)
+    of_stages: list[keras.Variable] = dataclasses.field(default_factory=list)
 
     def count_globally(self) -> tf.Tensor:
         """Returns the number of rows of all replicas without padding, a float32 scalar.

@@ -89,11 +89,11 @@ def _learn(fn, data, replica_batch, kind):
     # every eager step.
     is_unknown = replica_batch.may_be_empty and not tf.executing_eagerly()
     trackers = logs_lib.output_losses(replica_batch) if is_unknown else []
-    metrics = _metric_states(replica_batch.model, trackers) if replica_batch.may_be_empty else []
+    metrics = _metrics_of(replica_batch.model, trackers) if replica_batch.may_be_empty else []
     is_local = kind == "train" and local_steps.steps_of(replica_batch.model) > 1
     # In local steps each worker has its own states until the next average.
     states = _states_from_rows(replica_batch) if kind == "train" and not is_local else []
-    before = [variable.read_value() for variable in [*metrics, *states]]
+    before = [variable.read_value() for variable in [*(v.value for v in metrics), *states]]
     totals = [tracker.total.value.read_value() for tracker in trackers]
     logs_lib.forget_results()
     with local_steps.keeping_weights(replica_batch) if is_local else contextlib.nullcontext():
@@ -149,23 +149,26 @@ def _measure(data, model) -> ReplicaBatch | None:
     return ReplicaBatch(tf.maximum(num_rows, 1), num_rows, may_be_empty=True, model=model)
 
 
-def _metric_states(model, trackers) -> list:
-    """Returns the states of all metrics except `trackers`."""
+def _metrics_of(model, trackers) -> list:
+    """Returns the variables of all metrics except `trackers`."""
     if model is None:
         return []
     apart = {variable.path for tracker in trackers for variable in tracker.variables}
     metrics = [v for v in keras_compat.metric_variables(model) if v.path not in apart]
     # A whole-batch metric has seen rows of other replicas, even if this replica has none.
-    return [v.value for v in metrics if v.aggregation != "only_first_replica"]
+    return [v for v in metrics if v.aggregation != "only_first_replica"]
 
 
 def _restore_if_empty(variables, before, replica_batch):
+    of_stages = {id(variable) for variable in replica_batch.of_stages}
+    pairs = [(v, value) for v, value in zip(variables, before) if id(v) not in of_stages]
+
     def put_back():
-        for variable, value in zip(variables, before):
-            variable.assign(value)
+        for variable, value in pairs:
+            variable.value.assign(value)
         return tf.constant(True)
 
-    if variables:
+    if pairs:
         tf.cond(replica_batch.num_real > 0, lambda: tf.constant(False), put_back)
 
 
