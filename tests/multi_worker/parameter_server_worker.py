@@ -59,6 +59,13 @@ def run(model, data=None, batch_size=BATCH_SIZE, epochs=EPOCHS, **settings):
     return tfmulti.train_async(model, data, batch_size=batch_size, epochs=epochs, **settings)
 
 
+class Shifting(keras.callbacks.Callback):
+    """Changes a weight, with which the step that begins is to compute."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.model.layers[-1].bias.assign([0.1 * batch])
+
+
 def synchronous(strategy, folder):
     """The result of one device, with schedules, clipping, penalties and sample weights.
 
@@ -68,13 +75,14 @@ def synchronous(strategy, folder):
         model = tfmulti.checkpoint_activations(build(), "dense*")
     # Without sample weights, unlike the data of training.
     validation = rows(21)[:2]
-    history = run(model, max_staleness=0, validation_data=validation)
+    given = {"validation_data": validation, "callbacks": [Shifting()]}
+    history = run(model, max_staleness=0, **given)
     alone = build()
     expected = {}
     for epoch in range(EPOCHS):
         x, y, weights = (part[epoch_order(NUM_ROWS, 0, epoch)] for part in rows())
         fit = {"batch_size": BATCH_SIZE, "shuffle": False, "verbose": 0}
-        logs = alone.fit(x, y, sample_weight=weights, validation_data=validation, **fit).history
+        logs = alone.fit(x, y, sample_weight=weights, **given, **fit).history
         for name, found in logs.items():
             expected.setdefault(name, []).extend(found)
     return {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -192,7 +193,7 @@ class _Epochs:
         first = epoch * plan.steps_per_epoch + done
         # Checkpoints count the steps of the run, not of the epoch.
         batches = self._train.train_pass()
-        runs.train(batches, first, lambda sent: self._may_go_on(first + sent), self._apply)
+        runs.train(batches, first, lambda sent: self._may_go_on(first + sent), self._calling_back)
         self._next = first - done + self._batch
         self._step.put_metrics(runs.metrics)
         logs = self._step.results(runs.metrics) | runs.logs
@@ -204,9 +205,11 @@ class _Epochs:
         waits = self._requests.is_asked or any(sent % every == 0 for every in self._every)
         return not (waits and self._runs.under_way)
 
-    def _apply(self, apply):
+    @contextlib.contextmanager
+    def _calling_back(self) -> Iterator[None]:
+        """Calls callbacks before and after a step, which it surrounds."""
         self._callbacks.on_train_batch_begin(self._batch)
-        apply()
+        yield
         if not self._runs.under_way and (self._requests.is_asked or self._every):
             # A checkpoint may copy them now.
             self._step.put_metrics(self._runs.metrics)

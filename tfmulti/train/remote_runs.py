@@ -210,7 +210,7 @@ class RemoteRuns:
         batches: Iterable,
         first_step: int,
         may_go_on: Callable[[int], bool],
-        around: Callable[[Callable[[], None]], None],
+        around: Callable[[], contextlib.AbstractContextManager],
     ) -> None:
         """Trains on batches, each once, and returns when all are applied.
 
@@ -219,7 +219,8 @@ class RemoteRuns:
             first_step: The number of the first one since training began.
             may_go_on: Function of a number of steps sent out, of which all but those under way
                 are applied, that tells whether a further one may begin now.
-            around: Function that is given the application of each step, and calls it.
+            around: Returns a context for each step: of its application, or if all workers compute
+                it together, of the whole step.
         """
         train = self._train_together if self._bound.bound == 0 else self._train_apart
         for sent, batch in enumerate(batches):
@@ -267,12 +268,14 @@ class RemoteRuns:
         rows, workers = int(num_rows(batch)), self._strategy.num_workers
         ranges = [replica_slice(rows, workers, part) for part in range(workers)]
         ranges = [(start, stop) for start, stop in ranges if stop > start]
-        self._bound.begin(number)
-        for part, (start, stop) in enumerate(ranges):
-            own, share = some_rows(batch, start, stop), (stop - start) / rows
-            self._send(part, self._step.schedule, own, number, part, share)
-        answers = dict(self._next_answer() for _ in ranges)
-        self._apply(number, [answers[part] for part in range(len(ranges))], around)
+        # A callback may change variables, with which this step computes then.
+        with around():
+            self._bound.begin(number)
+            for part, (start, stop) in enumerate(ranges):
+                own, share = some_rows(batch, start, stop), (stop - start) / rows
+                self._send(part, self._step.schedule, own, number, part, share)
+            answers = dict(self._next_answer() for _ in ranges)
+            self._apply(number, [answers[part] for part in range(len(ranges))])
 
     def _finish(self, around):
         while self.under_way:
@@ -285,24 +288,22 @@ class RemoteRuns:
             number, answer = self._next_answer()
             self._held[number] = answer
             while ready := [each for each in self._held if self._bound.may_apply(each)]:
-                self._apply(ready[0], [self._held.pop(ready[0])], around)
+                with around():
+                    self._apply(ready[0], [self._held.pop(ready[0])])
                 applied = True
 
-    def _apply(self, number, answers, around):
-        def apply():
-            self.staleness += [self._bound.updates - min(a.updates for a in answers)]
-            if len(answers) == 1:
-                gradients, changes = answers[0].gradients, answers[0].changes
-            else:
-                gradients, changes = answers_lib.add_gradients(answers)
-            self._step.apply(gradients, changes)
-            self._bound.apply(number)
-            self.logs = answers_lib.mean_logs(answers)
-            for answer in answers:
-                self.metrics = self._add(self.metrics, answer.metrics)
-                self._note(answer)
-
-        around(apply)
+    def _apply(self, number, answers):
+        self.staleness += [self._bound.updates - min(a.updates for a in answers)]
+        if len(answers) == 1:
+            gradients, changes = answers[0].gradients, answers[0].changes
+        else:
+            gradients, changes = answers_lib.add_gradients(answers)
+        self._step.apply(gradients, changes)
+        self._bound.apply(number)
+        self.logs = answers_lib.mean_logs(answers)
+        for answer in answers:
+            self.metrics = self._add(self.metrics, answer.metrics)
+            self._note(answer)
 
     def _note(self, answer):
         self.steps_by_worker[answer.worker] += 1
