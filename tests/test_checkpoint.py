@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import unittest
+import unittest.mock
 
 import keras
 import numpy as np
@@ -655,6 +655,15 @@ def test_sigterm_before_the_first_step_tells_that_nothing_is_saved(small, tmp_pa
     assert told == ["SIGTERM: no step to save yet, exiting"] and not saved_in(tmp_path)
 
 
+def test_whatever_ends_a_write_is_told(monkeypatch, tmp_path):
+    """In the writer's thread any other error was lost, and the step said to be saved."""
+    monkeypatch.setattr(generations, "_digest", unittest.mock.Mock(side_effect=MemoryError))
+    writer = generations.Writer((told := []).append)
+    writer.write(tmp_path, 1, {"a": np.zeros(1)}, {}, 2)
+    assert "MemoryError" in str(writer.finish()) and "not written" in told[0]
+    assert not list(tmp_path.iterdir())
+
+
 def test_sigterm_tells_of_a_step_only_if_it_is_on_disk(small, tmp_path):
     create, _ = small
     model, data = create()
@@ -693,12 +702,29 @@ def test_a_folder_with_which_another_run_trains_is_refused(host, tmp_path, monke
         other.kill()
     # At once, and also where this process has it: an earlier `fit` may have failed.
     lock.take(tmp_path)
-    folder_lock.FolderLock(told.append).take(tmp_path)
+    another = folder_lock.FolderLock(told.append)
+    another.take(tmp_path)
+    another.release()
     # Nor do those hold it that a run has started, and which live on when it is killed.
     held = f"import fcntl; fcntl.lockf(open({str(tmp_path / '.lock')!r}, 'w'), 6)"
     assert subprocess.run([sys.executable, "-c", held], stderr=subprocess.DEVNULL).returncode
     lock.release()
     assert not subprocess.run([sys.executable, "-c", held]).returncode
+
+
+def test_a_lock_whose_file_an_ending_run_removes_is_taken_anew(tmp_path, monkeypatch):
+    """Else a third run would lock a new file beside it."""
+
+    def remove(descriptor):
+        monkeypatch.undo()
+        (tmp_path / folder_lock.NAME).unlink()
+        return True
+
+    monkeypatch.setattr(folder_lock, "_try_for_some_seconds", remove)
+    lock = folder_lock.FolderLock(print)
+    lock.take(tmp_path)
+    assert (tmp_path / folder_lock.NAME).read_text().endswith(str(os.getpid()))
+    lock.release()
 
 
 def test_a_run_holds_its_folder_until_its_fit_has_ended(small, monkeypatch):

@@ -262,7 +262,8 @@ def test_restarts_have_fresh_ports_and_a_fresh_token(run_job, tmp_path):
 
 def test_a_job_that_was_preempted_a_thousand_times_is_restarted_again(tmp_path):
     preempted = job.Job(LaunchConfig(num_workers=1, log_dir=str(tmp_path)), ["true"], print)
-    preempted.restarts = 5000
+    preempted.restarts, preempted._progress = 5000, tmp_path
+    (tmp_path / "0").touch()
     assert preempted._delay_of_restart(logs.WorkerExit(0, environment.PREEMPTED, 1.0)) == 30.0
 
 
@@ -294,13 +295,14 @@ def test_an_error_after_a_step_is(run_job, tmp_path):
     assert done == 0 and told.count("failed with exit code 1") == 1
 
 
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGTERM)", "sys.exit(143)"])
 @pytest.mark.parametrize("steps", [False, True])
-def test_sigterm_that_ends_a_worker_at_once_counts_unless_a_step_was_done(run_job, steps):
+def test_a_preemption_counts_unless_a_step_was_done(run_job, steps, end):
     """With nothing saved, a job that gets no further would be restarted for ever."""
     code = f"""
         if restarts < 2:
             {"step()" if steps else "pass"}
-            os.kill(os.getpid(), signal.SIGTERM)
+            {end}
     """
     done, told = run_job(code, num_workers=1)
     assert done == (0 if steps else 128 + signal.SIGTERM)
@@ -320,6 +322,7 @@ def test_a_signal_after_the_chief_of_servers_has_ended_well_is_no_failure(monkey
 def test_a_preempted_worker_does_not_count(run_job):
     code = f"""
         if restarts < 3 and index == 1:
+            step()
             sys.exit({environment.PREEMPTED})
         if restarts < 3:
             {FOREVER}
@@ -475,7 +478,9 @@ def test_who_does_not_end_is_killed_with_all_its_children(launch):
     # The launcher, and for each worker: its guard, itself, and two children.
     assert len(launched.left()) == 9
     launched.process.terminate()
-    assert launched.finish()[0] == 143
+    done, _, told = launched.finish()
+    # What it may not have saved is told.
+    assert done == 143 and told.count("was ended by SIGKILL") == 2
 
 
 def test_nothing_is_left_when_the_launcher_is_killed(launch):

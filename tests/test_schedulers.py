@@ -688,6 +688,9 @@ def test_auto_warns_of_a_cluster_beside_a_tpu(monkeypatch):
 
 def test_restarts_of_slurm_are_counted():
     assert environment.count_restarts({"SLURM_RESTART_COUNT": "1", "TFMULTI_RESTARTS": "2"}) == 3
+    assert environment.count_restarts({"TFMULTI_RESTARTS": ""}) == 0
+    with pytest.raises(ValueError, match="Received: TFMULTI_RESTARTS='once'. Unset it"):
+        environment.count_restarts({"TFMULTI_RESTARTS": "once"})
 
 
 SRUN = """#!/bin/bash

@@ -73,7 +73,7 @@ def write(
         _write_files(temporary, tensors, state)
         _put_in_place(temporary, final)
         _sync(folder)
-    except (OSError, TypeError, ValueError, tf.errors.OpError) as error:
+    except Exception as error:  # Among others MemoryError: in a thread it would be lost.
         shutil.rmtree(temporary, ignore_errors=True)
         why = (str(error).splitlines() or [""])[0]
         raise CheckpointError(

@@ -52,4 +52,13 @@ def count_restarts(environ: Mapping[str, str]) -> int:
         >>> count_restarts({"SLURM_RESTART_COUNT": "2"}), count_restarts({})
         (2, 0)
     """
-    return sum(int(environ.get(name, 0)) for name in _RESTART_COUNTS)
+    return sum(_count(name, environ.get(name) or "0") for name in _RESTART_COUNTS)
+
+
+def _count(name: str, text: str) -> int:
+    if not text.strip().isdecimal():
+        raise ValueError(
+            f"{name} must be a whole number of restarts. Received: {name}={text!r}. Unset it, or "
+            "leave it to what restarts the job."
+        )
+    return int(text)

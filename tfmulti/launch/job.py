@@ -141,6 +141,7 @@ class Job:
                 self._has_progress |= _has_files(self._progress)
                 if outcome.signalled is not None:
                     done = not any(exited.returncode for exited in outcome.ended)
+                    self._report_unclean(outcome)
                     return 0 if done else 128 + outcome.signalled
                 if outcome.first is None:
                     return 0
@@ -224,10 +225,9 @@ class Job:
     def _count_restart(self, ended) -> str | None:
         """Counts a restart, and returns its number as text; None where no more are allowed."""
         most = self.config.max_restarts
-        # One that SIGTERM ends at once has saved nothing: with no step done it gets nowhere.
-        is_preempted = ended.returncode == environment.PREEMPTED
-        is_preempted |= ended.returncode == -signal.SIGTERM and _has_files(self._progress)
-        if is_preempted:
+        # With no step done in this start, a job that is preempted again and again gets nowhere.
+        by_sigterm = ended.returncode in (environment.PREEMPTED, -signal.SIGTERM)
+        if by_sigterm and _has_files(self._progress):
             self.restarts += 1
             return f"Restart {self.restarts} (preempted, not counted)"
         if self._counted >= most:
@@ -243,6 +243,14 @@ class Job:
             if isinstance(event, int):
                 return event
         return None
+
+    def _report_unclean(self, outcome):
+        """Names the workers that a signal to the launcher did not end as it should."""
+        clean = (0, environment.PREEMPTED, environment.PEER_LOST, 128 + outcome.signalled)
+        for each in outcome.ended:
+            if each.returncode not in (*clean, -outcome.signalled, -signal.SIGTERM):
+                log = self._logs[each.index].path
+                self.print_fn(f"{self.names[each.index]} {each.describe()} (log: {log})")
 
     def _report_failure(self, first, ended):
         if first.returncode == environment.PEER_LOST:

@@ -287,6 +287,7 @@ def verify_feed(model: keras.Model, kind: str, feed: Feed) -> None:
     verification.verify_once(model, kind, feed, WORKERS)
     if marks.CALL.get(model)[0] == "fit" and kind == TRAIN:
         marks.FEED.set(model, feed)
+    if kind == TRAIN:
         _warn_of_local_normalization(model)
         _warn_of_local_steps(model)
     if feed.validates:

@@ -123,6 +123,8 @@ def _has_begun_before(config) -> bool:
 
 def _train(config: TrainConfig, verbose: bool) -> int:
     task = None
+    # A value that is no number is told now, and not once the model has been trained.
+    environment.count_restarts(os.environ)
     if config.strategy in ("auto", "multi_worker", "parameter_server"):
         task = _find_task(config)
         if task is not None and task.has_servers:

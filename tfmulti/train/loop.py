@@ -75,13 +75,13 @@ def train_and_evaluate(config: TrainConfig, print_fn=print) -> dict:
     chosen = [throughput, *reporter.create_callbacks(train, config)]
     try:
         history = _fit(model, train, test, config, chosen, reporter.print_fn)
+        seconds = time.perf_counter() - began
+        result = _describe(settings, reporter, throughput, history, seconds)
+        result |= {n: v for n, v in vars(history).items() if n == "steps_by_worker"}
+        result["weights_sha256"] = digest_weights(model)
+        reporter.finish(model, result)
     finally:
         reporter.close()
-    seconds = time.perf_counter() - began
-    result = _describe(settings, reporter, throughput, history, seconds)
-    result |= {n: v for n, v in vars(history).items() if n == "steps_by_worker"}
-    result["weights_sha256"] = digest_weights(model)
-    reporter.finish(model, result)
     return result
 
 

@@ -238,6 +238,8 @@ class RunReporter:
         It removes the checkpoints of the finished run once all workers have come here: if one fails
         before, all start again, and must not train from the beginning.
         """
+        if self.progress is not None:
+            self.progress.close()
         if self.workdir is not None:
             self._save(model)
             if self.is_chief:
