@@ -1,6 +1,7 @@
 """The ways into Keras's trainer other than `fit` on dense arrays, under several replicas."""
 
 import itertools
+import warnings
 from typing import Any, NamedTuple
 
 import keras
@@ -578,3 +579,16 @@ def test_predictions_that_workers_cannot_gather_are_refused(monkeypatch, create)
     marks.CALL.set(model, ("predict", False))
     with pytest.raises(ValueError, match="must be dense tensors.* Received: a .*Tensor.* Return"):
         wrapped_step._refuse_to_gather({"output": part}, model)
+
+
+def test_train_on_batch_tells_of_local_batch_statistics_once():
+    with create_strategy(2).scope():
+        inner = [keras.layers.Dense(3), keras.layers.BatchNormalization(name="local")]
+        model = keras.Sequential([keras.Input((2,)), *inner])
+        model.compile("sgd", "mse")
+    rows = np.ones((4, 2), "float32"), np.ones((4, 3), "float32")
+    with pytest.warns(UserWarning, match="Unsynchronized batch normalization .*: local"):
+        model.train_on_batch(*rows)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.train_on_batch(*rows)

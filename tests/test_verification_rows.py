@@ -120,6 +120,62 @@ def test_evaluate_and_train_on_batch_of_unequal_parts_are_told():
         model.train_on_batch(*odd)
 
 
+def two_heads(num_replicas):
+    """A model of Keras's own parts, with a head for each of two inputs."""
+    keras.utils.set_random_seed(3)
+    devices = [f"CPU:{index}" for index in range(num_replicas)]
+    with tfmulti.create_strategy("mirrored", devices=devices).scope():
+        inputs = {name: keras.Input((1,), name=name) for name in "ab"}
+        outputs = {f"to_{name}": layers.Dense(1, name=f"to_{name}")(inputs[name]) for name in "ab"}
+        model = keras.Model(inputs, outputs)
+        model.compile("sgd", {"to_a": "mse", "to_b": "mse"}, metrics={"to_b": ["mae"]})
+    return model
+
+
+def of_two_heads(number):
+    def part(size):
+        values = np.random.RandomState(size).rand(2 * size, 1).astype("float32")
+        return tf.data.Dataset.from_tensor_slices(values).batch(size)
+
+    labels = {"to_a": part(12), "to_b": part(number)}
+    return tf.data.Dataset.zip(({"a": part(12), "b": part(number)}, labels))
+
+
+FEEDS = {
+    "zip": lambda model, data: model.fit(data, verbose=0),
+    "map": lambda model, data: model.fit(data.map(lambda x, y: (x, y)), verbose=0),
+    "generator": lambda model, data: model.fit((each for each in data), verbose=0),
+    "batch": lambda model, data: [model.train_on_batch(*each) for each in data],
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("feed", FEEDS)
+@pytest.mark.filterwarnings("ignore:Your input ran out", "ignore:`shuffle=True` was passed")
+def test_a_model_of_kerass_own_with_unequal_parts_gives_one_devices_result(feed):
+    models = [two_heads(number) for number in (1, 3)]
+    FEEDS[feed](models[0], of_two_heads(5))
+    with pytest.warns(UserWarning, match="Every replica computes `train_step`"):
+        FEEDS[feed](models[1], of_two_heads(5))
+    with pytest.warns(UserWarning, match="Every replica computes `predict_step`"):
+        # Of which the last replica would get no row.
+        predicted = models[1].predict(of_two_heads(4).map(lambda x, y: x), verbose=0)
+    pairs = zip(models[0].get_weights(), models[1].get_weights())
+    assert max(np.abs(one - other).max() for one, other in pairs) < 1e-6
+    assert predicted["to_b"].shape == (8, 1)
+
+
+@pytest.mark.slow
+def test_such_a_model_is_not_replicated_where_shares_are_equal():
+    models = [two_heads(number) for number in (1, 2)]
+    for model in models:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.fit(of_two_heads(4), verbose=0, shuffle=False)
+    pairs = zip(models[0].get_weights(), models[1].get_weights())
+    assert max(np.abs(one - other).max() for one, other in pairs) < 1e-6
+
+
 def arrays(num_rows, batch_size):
     x, y = cases.rows(num_rows)
     return {"x": x, "y": y, "batch_size": batch_size}

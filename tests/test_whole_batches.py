@@ -601,3 +601,17 @@ def test_what_is_no_loss_or_metric_is_refused(kind, wrong):
 def test_a_loss_that_is_not_reduced_is_refused():
     with pytest.raises(ValueError, match="must reduce the whole batch to one number"):
         tfmulti.WholeBatchLoss(keras.losses.MeanSquaredError(reduction=None))
+
+
+def test_labels_that_are_broadcast_are_compared_with_all_rows():
+    """As where a `Flatten` was forgotten: one device compares each row with the labels of all."""
+    y = np.array([1, 2, 3, 4, 7], "float32")
+    x, seen = np.repeat(y[:, None, None], 2, axis=1), []
+    for number in (1, 3):
+        with create_strategy(number).scope():
+            inner = layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+            model = keras.Sequential([keras.Input((2, 1)), inner])
+            model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+        logs = model.fit(x, y, batch_size=3, shuffle=False, verbose=0).history
+        seen.append([*model.get_weights()[0].ravel(), *logs["loss"], *logs["mae"]])
+    np.testing.assert_allclose(seen[0], seen[1], rtol=1e-6)

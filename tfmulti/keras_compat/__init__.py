@@ -68,7 +68,8 @@ from tfmulti.keras_compat.replaced_steps import (
 )
 from tfmulti.keras_compat.stock import is_stock, users_function
 from tfmulti.keras_compat.streams import (
-    calls_python, find_changing_order, is_from_python, made_of, reads_by_python, source_tensors,
+    calls_python, find_changing_order, is_from_python, is_zipped, made_of, reads_by_python,
+    source_tensors,
 )
 from tfmulti.keras_compat.table import TABLE, check_versions, install, installed_versions
 from tfmulti.keras_compat.tracing import (

@@ -65,6 +65,11 @@ def made_of(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
         yield from made_of(each)
 
 
+def is_zipped(dataset: tf.data.Dataset) -> bool:
+    """Whether a `tf.data.Dataset.zip` is behind a dataset."""
+    return any(type(each).__name__ == "_ZipDataset" for each in made_of(dataset))
+
+
 def _order_changes_by(dataset, in_each_pass) -> str | None:
     """Returns the same for one dataset, without those that it was made of."""
     kind = type(dataset).__name__

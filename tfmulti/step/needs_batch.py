@@ -13,6 +13,8 @@ from tfmulti.step import losses, row_axis
 # Keras's own losses that return a number for each row, and take labels of 0 for -1 if all labels of
 # the batch are 0 or 1.
 _HINGES = ("hinge", "squared_hinge")
+# In the names of Keras's own losses whose labels have one axis less than the predictions.
+_OF_OTHER_RANKS = ("sparse", "ctc")
 # Keras's own losses that need the rows of the whole batch.
 _OF_THE_BATCH = ("Dice", "Tversky", "Circle", "dice", "tversky", "circle", *_HINGES)
 
@@ -31,7 +33,7 @@ def is_needed_by_loss(loss, y_true, y_pred) -> bool:
         y_pred: Predictions for them.
     """
     name = _stock_name(loss)
-    if name:
+    if name and not _may_broadcast(name, y_true, y_pred):
         return name in _OF_THE_BATCH
     if type(loss).__call__ is not keras.losses.Loss.__call__:
         # It may do anything with the number of rows.
@@ -54,7 +56,24 @@ def is_needed_by_metric(function: functools.partial, y_true, y_pred) -> bool:
     # A loss that is given as a metric is one number, also if its function is one of rows.
     is_loss = isinstance(function.func, keras.losses.Loss)
     name = "" if is_loss else _stock_name(function.func)
-    return name in _OF_THE_BATCH if name else _combines_rows(function, y_true, y_pred)
+    if name and not _may_broadcast(name, y_true, y_pred):
+        return name in _OF_THE_BATCH
+    return _combines_rows(function, y_true, y_pred)
+
+
+def _may_broadcast(name, y_true, y_pred) -> bool:
+    """Whether the difference of labels and predictions may have two axes of rows.
+
+    Keras makes ranks equal that differ by an axis of size 1. Others are broadcast from the last
+    axis, as where a `Flatten` was forgotten: each row is compared with the labels of all.
+    """
+    if name in _OF_THE_BATCH or any(part in name.lower() for part in _OF_OTHER_RANKS):
+        return False
+    shapes = [getattr(part, "shape", None) for part in (y_true, y_pred)]
+    if None in shapes or any(shape.rank is None for shape in map(tf.TensorShape, shapes)):
+        return False
+    longer, shorter = sorted(map(list, map(tf.TensorShape, shapes)), key=len, reverse=True)
+    return len(longer) - len(shorter) > int(longer[-1:] == [1])
 
 
 def _stock_name(part) -> str:

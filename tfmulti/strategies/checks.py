@@ -346,9 +346,9 @@ def before_call(model: keras.Model, name: str, data) -> None:
         return
     refuse_stateful(model)
     keras_compat.prepare_global_seeds(strategy)
-    if not verification.may_be_verified(model, PREDICT):
-        return
     feed = feeds.feed_of_predict(data)
+    if not (feed.may_be_unequal or verification.may_be_verified(model, PREDICT)):
+        return
     if feeds.are_arrays(data):
         verification.verify_once(model, PREDICT, feed, WORKERS)
     else:

@@ -25,9 +25,11 @@ def feed_of_predict(data) -> Feed:
         data: The data, as the user gives them.
     """
     by_tensorflow = are_arrays(data) or isinstance(data, tf.data.Dataset)
+    batches = keras_compat.batch_sizes_of_dataset(data)
     return Feed(
         functools.partial(_rows_of_arrays, data),
-        batches=keras_compat.batch_sizes_of_dataset(data),
+        batches=batches,
+        may_be_unequal=not are_arrays(data) and _may_be_unequal(data, batches),
         in_chunks=is_in_chunks(data),
         by_python=not by_tensorflow or keras_compat.calls_python(data),
     )
@@ -72,6 +74,7 @@ def feed_of(peek, iterator) -> Feed:
     if plan is None:
         batches = keras_compat.batch_sizes_of(iterator)
         in_chunks = is_in_chunks(own)
+        known["may_be_unequal"] = _may_be_unequal(own, batches)
         return Feed(peek, static=static, batches=batches, in_chunks=in_chunks, **known)
     padded = plan.remainder == "pad"
     if not own.keeps_rows:
@@ -80,6 +83,13 @@ def feed_of(peek, iterator) -> Feed:
     batches = None if padded else [(plan.count(0, step),) for step in (0, plan.steps_per_pass - 1)]
     even = plan.remainder in _EVEN
     return Feed(peek, static=even, counted=True, padded=padded, batches=batches, **known)
+
+
+def _may_be_unequal(data, batches) -> bool:
+    """Whether parts may have different numbers of rows: of a zip, or of what Python code makes."""
+    if batches is not None:
+        return any(len(set(sizes)) > 1 for sizes in batches)
+    return not isinstance(data, tf.data.Dataset) or keras_compat.is_zipped(data)
 
 
 def is_in_chunks(dataset) -> bool:

@@ -50,7 +50,7 @@ def verify_once(
         ValueError: If the result on several replicas differs from that of one device.
     """
     strategy = model.distribute_strategy
-    if not _is_wanted(strategy, model, kind, feed):
+    if not _is_wanted(strategy, model, kind, feed, workers):
         # In `fit` a callback may make the step one that is. Elsewhere each call is one step, and
         # going through all attributes would take longer than it.
         if strategy.verify != "never" and marks.CALL.get(model)[0] == "fit":
@@ -366,13 +366,19 @@ def _count_of_all(strategy, count, workers) -> int:
     return whole if least == most else whole - 1
 
 
-def _is_wanted(strategy, model, kind, feed) -> bool:
+def _is_wanted(strategy, model, kind, feed, workers) -> bool:
     supported = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
     several = strategy.num_replicas_in_sync > 1 and isinstance(strategy, supported)
     in_parts = several or num_micro_batches(model) > 1
     if not in_parts or strategy.verify == "never":
         return False
-    return feed.padded or may_be_verified(model, kind, in_loop=feed.alone)
+    if feed.padded or may_be_verified(model, kind, in_loop=feed.alone):
+        return True
+    # With a weight of its own for each part, no replica could be exact by itself.
+    unequal = strategy.verify == "auto" and feed.has_unequal_parts(strategy)
+    # Each worker has seen its own rows of what Python code makes.
+    asks = several and feed.may_be_unequal and feed.batches is None
+    return workers.any(strategy, unequal) if asks else unequal
 
 
 def _warn(kind, reason):

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.step import replicated
-from tfmulti.step.rows import count_rows
+from tfmulti.step.rows import count_rows, parts_of
 from tfmulti.verification import custom_parts
 from tfmulti.verification.rows import Rows
 
@@ -56,6 +56,8 @@ class Feed(Batches):
         by_python: Whether reading a batch calls Python code: then no other batch than those that
             steps take may be read.
         validates: Whether the call will evaluate other data, too.
+        may_be_unequal: Whether parts of a batch may have different numbers of rows, as far as that
+            is known unread.
     """
 
     peek: Callable
@@ -63,6 +65,25 @@ class Feed(Batches):
     shapes: Sequence[tf.TensorShape] = ()
     by_python: bool = False
     validates: bool = False
+    may_be_unequal: bool = False
+
+    def has_unequal_parts(self, strategy: tf.distribute.Strategy) -> bool:
+        """Whether parts of a batch have different numbers of rows; reads one where they may have.
+
+        Args:
+            strategy: The strategy, of which this process's replicas have the batch.
+        """
+        if self.batches is not None:
+            return any(len(set(sizes)) > 1 for sizes in self.batches)
+        if not (self.alone or self.may_be_unequal):
+            return False
+        parts = [part for part in tf.nest.flatten(self.peek()) if part is not None]
+        local = [strategy.experimental_local_results(part) for part in parts]
+        if any(parts_of(values) is None for values in local):
+            return False
+        # A static shape costs a loop of `train_on_batch` nothing.
+        count = lambda part: part.shape[0] if part.shape[0] is not None else int(count_rows(part))
+        return len({sum(map(count, values)) for values in local}) > 1
 
     @property
     def key(self) -> str:
