@@ -729,6 +729,10 @@ def test_the_script_requeues_a_job_only_where_no_program_has_failed(
     assert (done.returncode, "scontrol requeue 7" in done.stdout) == (code, requeued)
     assert "output of a task\n" in done.stdout and "error of a task\n" in done.stderr
     assert ("Not requeued" in done.stdout) == ("1" in codes.split() or "2" in codes.split())
+    environ["SLURM_RESTART_COUNT"] = "20"
+    done = subprocess.run(["bash", script], env=environ, capture_output=True, text=True)
+    assert "scontrol requeue 7\n" not in done.stdout
+    assert ("Not requeued after 20 restarts" in done.stdout) == requeued
 
 
 def test_auto_trains_one_task_as_the_devices_allow(monkeypatch):
