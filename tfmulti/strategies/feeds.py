@@ -89,7 +89,11 @@ def _may_be_unequal(data, batches) -> bool:
     """Whether parts may have different numbers of rows: of a zip, or of what Python code makes."""
     if batches is not None:
         return any(len(set(sizes)) > 1 for sizes in batches)
-    return not isinstance(data, tf.data.Dataset) or keras_compat.is_zipped(data)
+    # Of a dataset that is distributed already no batch can be read ahead.
+    is_distributed = isinstance(data, tf.distribute.DistributedDataset)
+    return not is_distributed and (
+        not isinstance(data, tf.data.Dataset) or keras_compat.is_zipped(data)
+    )
 
 
 def is_in_chunks(dataset) -> bool:
