@@ -41,6 +41,9 @@ class FolderLock:
         Raises:
             CheckpointError: If another process of this host holds it.
         """
+        self._take(folder, tries=3)
+
+    def _take(self, folder, tries):
         self.release()
         path = Path(os.path.realpath(folder / NAME))
         descriptor, count = _held.get(path, (None, 0))
@@ -52,10 +55,11 @@ class FolderLock:
             # The first checkpoint tells why nothing can be written here.
             return
         if count or _try_for_some_seconds(descriptor):
-            if not count and not _is_at(path, descriptor):
+            # Some file systems number an open file otherwise: the last try takes it as it is.
+            if not count and tries > 1 and not _is_at(path, descriptor):
                 # The run that held it has ended, and removed the file.
                 os.close(descriptor)
-                return self.take(folder)
+                return self._take(folder, tries - 1)
             _held[path], self._path = (descriptor, count + 1), path
             # A full disk has no room for the name, which a message would show.
             with contextlib.suppress(OSError):

@@ -374,7 +374,7 @@ def _is_wanted(strategy, model, kind, feed, workers) -> bool:
         return False
     if feed.padded or may_be_verified(model, kind, in_loop=feed.alone):
         return True
-    # With a weight of its own for each part, no replica could be exact by itself.
+    # A replica has one weight, its share of the rows of the first part.
     unequal = strategy.verify == "auto" and feed.has_unequal_parts(strategy)
     # Each worker has seen its own rows of what Python code makes.
     asks = several and feed.may_be_unequal and feed.batches is None
