@@ -870,11 +870,11 @@ class RunsHere:
     def __init__(self, step):
         self.step = step
 
-    def train(self, batches, first, may_go_on, apply):
+    def train(self, batches, first, may_go_on, around):
         for batch in batches:
-            [answer] = train(self.step, batch, first=first)
-            self.logs, self.metrics = mean_logs([answer]), answer.metrics
-            apply(lambda: None)
+            with around():
+                [answer] = train(self.step, batch, first=first)
+                self.logs, self.metrics = mean_logs([answer]), answer.metrics
 
 
 def epochs_of(model, **callbacks):
