@@ -166,6 +166,7 @@ def test_a_page_of_techniques(tmp_path, monkeypatch, capsys):
         )
         monkeypatch.setitem(techniques.SECTIONS, name, section)
     (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").touch()
     (tmp_path / "benchmarks" / "fake.py").write_text("import sys; print('peak of', sys.argv[1])")
     monkeypatch.setattr(techniques, "_ROOT", tmp_path)
     page = tmp_path / "runs" / "page.md"
