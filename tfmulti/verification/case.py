@@ -73,10 +73,8 @@ class Feed(Batches):
         Args:
             strategy: The strategy, of which this process's replicas have the batch.
         """
-        if self.batches is not None:
-            return any(len(set(sizes)) > 1 for sizes in self.batches)
-        if not (self.alone or self.may_be_unequal):
-            return False
+        if self.batches is not None or not (self.alone or self.may_be_unequal):
+            return self.may_be_unequal
         parts = [part for part in tf.nest.flatten(self.peek()) if part is not None]
         local = [strategy.experimental_local_results(part) for part in parts]
         if any(parts_of(values) is None for values in local):
