@@ -5,6 +5,9 @@
 Where PyTorch is installed, its DistributedDataParallel, ZeroRedundancyOptimizer and FSDP2 train the
 same model on gloo, in the same rounds.
 
+"of copies'" is a worker's peak in proportion to that of workers with a copy each, and "of slots x
+(1-1/N)" the memory that is saved in proportion to the slots that N workers need not repeat.
+
 Bytes are those that the loopback device counts, in runs of their own in which MPI uses TCP; other
 programs that use it meanwhile are counted too.
 """
@@ -17,6 +20,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 
 from benchmarks.launched import create_parser, median, run_on_workers, sent_bytes, spread
 from tfmulti.runtime.memory import peak_of
@@ -56,6 +60,21 @@ TORCH = "gloo"
 """Communication of PyTorch's workers."""
 TORCH_WAYS = {None: "ddp", "state": "zero", "parameters": "fsdp"}
 """PyTorch's name of what is sharded: DistributedDataParallel, ZeroRedundancyOptimizer, FSDP2."""
+
+
+COLUMNS = (
+    "by",
+    "sharded",
+    "peak of a worker, MB",
+    "before the model",
+    "of copies'",
+    "less, MB",
+    "of slots x (1-1/N)",
+    "step, s",
+    "times",
+    "sent, MB",
+    "predicted",
+)
 
 
 def predicted_bytes(slots: int, num_workers: int, shard: str | None, communication: str) -> float:
@@ -191,27 +210,30 @@ def main() -> None:
     sent = {way: measure(*size, way[1], way[0], by_tcp=True)["sent"] for way in ways}
     slots = runs[0][given.communication, None]["slots"]
     title = f"Adam, {slots / 8e6:.0f}M weights, {given.num_workers} workers"
-    columns = ("by", "sharded", "peak of a worker, MB", "before the model", "less, MB", "step, s")
-    table = Table(*columns, "times", "sent, MB", "predicted", title=title)
+    table = Table(*COLUMNS, title=title)
     for way in ways:
-        table.add_row(*_row(way, runs, sent[way], given.num_workers))
-    Console(width=120).print(table)
+        table.add_row(*describe_way(way, runs, sent[way], given.num_workers))
+    Console(width=140).print(table)
 
 
-def _row(way, runs, sent, num_workers) -> list[str]:
-    """Returns a row: differences and ratios are to copies of the same program, in each round."""
+def describe_way(way: tuple, runs: Sequence[Mapping], sent: float, num_workers: int) -> list[str]:
+    """Returns a row; differences and ratios are to copies of the same program, in each round."""
     communication, shard = way
     copies = communication, None
+    peaks = [run[way]["bytes"] / run[copies]["bytes"] for run in runs]
     less = [(run[copies]["bytes"] - run[way]["bytes"]) / 1e6 for run in runs]
     ratios = [run[way]["seconds"] / run[copies]["seconds"] for run in runs]
     slots = median(runs, way, "slots")
+    saved = slots * (1 - 1 / num_workers) / 1e6
     name = TORCH_WAYS[shard].upper() if communication == TORCH else shard or "nothing"
     return [
         f"PyTorch, {TORCH}" if communication == TORCH else f"tfmulti, {communication}",
         name,
         f"{median(runs, way, 'bytes') / 1e6:.0f}",
         f"{median(runs, way, 'before') / 1e6:.0f}",
+        spread(peaks, ".0%"),
         spread(less, ".0f"),
+        spread([each / saved for each in less], ".0%"),
         f"{median(runs, way, 'seconds'):.2f}",
         spread(ratios),
         f"{sent / 1e6:.0f}",

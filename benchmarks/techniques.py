@@ -44,6 +44,18 @@ class Section:
 SECTIONS = {
     "memory": Section("Checkpointed activations", ("benchmarks.memory",)),
     "state": Section("Sharded state and parameters, MPI", ("benchmarks.sharded_state",)),
+    "larger": Section(
+        "Sharded state and parameters of a larger model",
+        ("benchmarks.sharded_state", "--layers=29", "--rounds=2"),
+    ),
+    "four": Section(
+        "Sharded state and parameters, four workers",
+        ("benchmarks.sharded_state", "--num_workers=4", "--rounds=2"),
+    ),
+    "larger_four": Section(
+        "Sharded state and parameters of a larger model, four workers",
+        ("benchmarks.sharded_state", "--layers=29", "--num_workers=4", "--rounds=1"),
+    ),
     "ring": Section(
         "Sharded state and parameters, TensorFlow's ring",
         ("benchmarks.sharded_state", "--communication=ring"),

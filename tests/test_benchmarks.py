@@ -277,6 +277,16 @@ def test_the_monitors_are_measured_side_by_side(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"logs", "monitors.json"}
 
 
+def test_memory_saved_is_told_in_proportion_to_slots_that_need_not_be_repeated():
+    copies = {"bytes": 1000e6, "before": 300e6, "slots": 400e6, "seconds": 2.0, "sent": 0}
+    sharded = {**copies, "bytes": 820e6, "seconds": 2.2}
+    runs = [{("mpi", None): copies, ("mpi", "state"): sharded}]
+    row = sharded_state.describe_way(("mpi", "state"), runs, 0, 2)
+    told = dict(zip(sharded_state.COLUMNS, row, strict=True))
+    assert (told["of copies'"], told["less, MB"], told["times"]) == ("82%", "180", "1.10")
+    assert told["of slots x (1-1/N)"] == "90%"
+
+
 @pytest.mark.parametrize(("shard", "way"), sharded_state.TORCH_WAYS.items())
 @pytest.mark.skipif(not find_spec("torch"), reason="PyTorch is not installed")
 @pytest.mark.slow
