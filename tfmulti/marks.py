@@ -87,6 +87,8 @@ SAMPLES = Mark("samples", {})
 """By kind of step, the batches that are kept of the data that it has, or None."""
 PENDING = Mark("pending", {})
 """By kind of step, the data with which it will be verified when its first batch has been drawn."""
+ANY_ROWS = Mark("any_rows", frozenset())
+"""The kinds of steps that are traced for any number of rows, as they were verified."""
 REPLICATED = Mark("replicated", (None, frozenset()))
 """The compiled state, and the kinds of steps that every replica computes from the whole batch."""
 OTHER_FUNCTION = Mark("other_function")

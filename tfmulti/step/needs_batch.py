@@ -104,10 +104,13 @@ def _combines_rows(function, y_true, y_pred) -> bool:
 
 
 def _stand_ins(structure):
-    """Returns placeholders for tensors, with their masks."""
+    """Returns placeholders for tensors, of any number of rows, with their masks."""
 
     def stand_in(part):
-        return tf.compat.v1.placeholder(part.dtype, part.shape) if tf.is_tensor(part) else part
+        if not tf.is_tensor(part):
+            return part
+        shape = [None, *part.shape[1:]] if part.shape.rank else part.shape
+        return tf.compat.v1.placeholder(part.dtype, shape)
 
     made = tf.nest.map_structure(stand_in, structure, expand_composites=True)
     parts = zip(tf.nest.flatten(made), tf.nest.flatten(structure))

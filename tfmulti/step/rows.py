@@ -110,6 +110,17 @@ def num_rows(data) -> tf.Tensor:
     return count_rows(parts_of(data)[0])
 
 
+def with_any_number(data):
+    """Returns a batch whose dense tensors have any number of rows, for the graph being traced."""
+
+    def open_axis(part):
+        if not isinstance(part, tf.Tensor):
+            return part
+        return tf.compat.v1.placeholder_with_default(part, [None, *part.shape[1:]])
+
+    return _map(open_axis, data)
+
+
 def some_rows(data, start: int, stop: int):
     """Returns the rows of a batch from `start` up to, but not including, `stop`."""
     return _map(lambda part: take_rows(part, start, stop - start), data)

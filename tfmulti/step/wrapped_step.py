@@ -45,6 +45,11 @@ def wrap_step(fn, kind: str, model: keras.Model | None):
         if kind == "train" or kind == "test" and _has_custom_test_step(model):
             # Count here: a collective is not allowed in a branch of the step.
             replica_batch.count_globally()
+        if not tf.executing_eagerly() and kind in marks.ANY_ROWS.get(model):
+            # The graph is what verification has seen: code that reads the number of rows, and
+            # what is concluded from shapes, may come to something else for one number.
+            data = rows_lib.with_any_number(data)
+            replica_batch.num_rows = rows_lib.num_rows(data)
         if replica_batch.may_be_empty:
             on_gpus = topology.on_gpus(tf.distribute.get_strategy())
             data = rows_lib.fill_if_empty(data, of_ones=on_gpus)
@@ -87,7 +92,8 @@ def _refuse_to_gather(outputs, model):
 def _learn(fn, data, replica_batch, kind):
     # Keras weights the losses of outputs by their rows where it knows the number of rows, as in
     # every eager step.
-    is_unknown = replica_batch.may_be_empty and not tf.executing_eagerly()
+    static = rows_lib.parts_of(data)[0].shape[0]
+    is_unknown = static is None and not tf.executing_eagerly()
     trackers = logs_lib.output_losses(replica_batch) if is_unknown else []
     metrics = _metrics_of(replica_batch.model, trackers) if replica_batch.may_be_empty else []
     is_local = kind == "train" and local_steps.steps_of(replica_batch.model) > 1

@@ -55,6 +55,8 @@ def verify_once(
         # going through all attributes would take longer than it.
         if strategy.verify != "never" and marks.CALL.get(model)[0] == "fit":
             _note_attributes(model, kind)
+        if not feed.alone:
+            _note_any_rows(model, kind, strategy.verify == "auto" or has_stock_step(model, kind))
         return
     drawn = feed.peek()
     batch = keras_compat.gather_local(strategy, drawn)
@@ -102,6 +104,7 @@ def _verify(case, drawn, workers, early, form):
         # It holds copies of the state, which are read anew for each spot check.
         case.trial.begin_again()
     marks.CHECKED.set(model, {**marks.CHECKED.get(model), kind: checked})
+    _note_any_rows(model, kind, keeps and not case.is_traced_static)
     logging.info("Verified %s_step in %.2f s.", kind, seconds)
     unknown = whole is None and bool(found.reason)
     if unknown and early:
@@ -118,6 +121,11 @@ def _note_attributes(model, kind):
     if kind == TRAIN:
         several = model.distribute_strategy.num_replicas_in_sync > 1
         marks.ATTRIBUTES.set(model, attributes_of(model) if several else None)
+
+
+def _note_any_rows(model, kind, takes):
+    others = marks.ANY_ROWS.get(model) - {kind}
+    marks.ANY_ROWS.set(model, others | {kind} if takes else others)
 
 
 def may_be_verified(model: keras.Model, kind: str, *, in_loop: bool = False) -> bool:
