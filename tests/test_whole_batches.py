@@ -579,6 +579,62 @@ def test_another_process_loads_it_where_the_class_is_named(tmp_path):
     assert done.stdout.strip() == "dice"
 
 
+class OfFour(keras.losses.Loss):
+    """As of a variational autoencoder: neither labels nor weights."""
+
+    def __call__(self, x, made, mean, log_variance):
+        divergence = 1 + log_variance - mean**2 - tf.exp(log_variance)
+        return tf.reduce_mean(tf.square(x - made)) - 0.5 * tf.reduce_mean(divergence)
+
+
+class Variational(keras.Model):
+    def __init__(self, by_name):
+        super().__init__()
+        self.divergence, self.by_name = OfFour(), by_name
+        self.parts = [layers.Dense(2), layers.Dense(2), layers.Dense(4)]
+
+    def call(self, x):
+        mean, log_variance, made = self.parts[0](x), self.parts[1](x), self.parts[2]
+        return made(mean), mean, log_variance
+
+    def train_step(self, x):
+        with tf.GradientTape() as tape:
+            made, mean, log_variance = self(x)
+            if self.by_name:
+                loss = self.divergence(x, made, mean=mean, log_variance=log_variance)
+            else:
+                loss = self.divergence(x, made, mean, log_variance)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"value": loss}
+
+
+@pytest.mark.parametrize("by_name", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_losses_may_take_other_arguments(by_name):
+    seen = []
+    for number in (1, 3):
+        keras.utils.set_random_seed(1)
+        with create_strategy(number).scope():
+            model = Variational(by_name)
+            model.compile(keras.optimizers.SGD(0.1))
+        history = model.fit(rows(19)[0], batch_size=8, shuffle=False, verbose=0).history
+        seen.append(np.concatenate([*map(np.ravel, [*model.get_weights(), *history.values()])]))
+    np.testing.assert_allclose(seen[1], seen[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_losses_outside_of_replicas_are_those_of_the_rows(number):
+    y, predicted = tf.constant([[0.0], [2.0]]), tf.constant([[1.0], [4.0]])
+    each, weights = tf.constant([1.0, 4.0]), tf.constant([1.0, 0.5])
+    with create_strategy(number).scope():
+        assert float(keras.losses.MeanSquaredError()(y, predicted)) == 2.5
+        average = tf.nn.compute_average_loss
+        assert float(average(each, sample_weight=weights)) == 1.5
+        assert float(average(each, sample_weight=weights, global_batch_size=4)) == 0.75
+        with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="shape"):
+            keras.losses.MeanSquaredError()([[0.0, 1.0]], [[1.0, 2.0, 3.0]])
+
+
 def test_on_one_device_they_are_what_they_hold():
     y, predicted = tf.constant([[0.2], [0.9]]), tf.constant([[0.1], [0.7]])
     dice = keras.losses.Dice()

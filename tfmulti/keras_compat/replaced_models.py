@@ -313,15 +313,15 @@ def clear_gradients_of_masked_steps(original):
     return call
 
 
-def around_call_of(kind: type, call_loss) -> None:
+def around_call_of(kind: type, call_own_loss) -> None:
     """Replaces the `__call__` of a class of losses, as the table replaces `Loss.__call__`.
 
     Args:
         kind: The class; without a `__call__` of its own it stays unchanged.
-        call_loss: Function of the class's `__call__`, a loss and the arguments of the call.
+        call_own_loss: Function of the class's `__call__`, a loss and the arguments of the call.
     """
     if "__call__" in vars(kind):
-        make = functools.partial(around, function=call_loss)
+        make = functools.partial(around, function=call_own_loss)
         replacement.replace(kind, "__call__", make, replacement.in_scope)
 
 

@@ -33,6 +33,8 @@ def keep_means(scale, value):
         value: A loss.
     """
     is_mean = has_whole_batch() or current_replica_batch() is not None or is_loop()
+    # Outside of replicas, as in a callback, nothing will be added over them.
+    is_mean = is_mean or tf.distribute.in_cross_replica_context()
     return value if is_mean else scale(value)
 
 
@@ -95,12 +97,15 @@ def average_loss(average, per_example_loss, sample_weight=None, global_batch_siz
         average: TensorFlow's own function.
         per_example_loss: Losses of this replica's rows.
         sample_weight: Their weights, or None.
-        global_batch_size: The divisor of their sum; None for this replica's number of rows.
+        global_batch_size: The divisor of their sum; None for their own number of rows.
     """
     if keras_compat.is_ours(tf.distribute.get_strategy()):
         if tf.distribute.in_cross_replica_context():
-            # Keras calls a loss while it builds a model, where TensorFlow's function raises.
-            return tf.reduce_mean(per_example_loss)
+            # Keras calls a loss while it builds a model, where TensorFlow's function raises an
+            # error unless it is given the number of rows.
+            if global_batch_size is None:
+                global_batch_size = tf.shape(per_example_loss)[0]
+            return average(per_example_loss, sample_weight, global_batch_size)
     loss = average(per_example_loss, sample_weight, global_batch_size)
     if global_batch_size is None:
         loss = _undivided(loss)

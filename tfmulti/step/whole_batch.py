@@ -152,6 +152,27 @@ class WholeBatchMetric(keras.metrics.Metric):
         return cls(keras.saving.deserialize_keras_object(config["metric"]), config["name"])
 
 
+_ARGUMENTS = {"y_true", "y_pred", "sample_weight"}
+
+
+def call_own_loss(call, loss, *args, **kwargs):
+    """Computes a loss by its own `__call__`; one of other arguments gets the rows of all replicas.
+
+    Args:
+        call: The `__call__`.
+        loss: The loss.
+        *args: What it takes.
+        **kwargs: What it takes by name.
+    """
+    if len(args) + len(kwargs) in (2, 3) and kwargs.keys() <= _ARGUMENTS:
+        return call_loss(call, loss, *args, **kwargs)
+    if distributed_batch() is None and not losses.is_loop():
+        return call(loss, *args, **kwargs)
+    args, kwargs = _of_all_replicas((args, kwargs))
+    with losses.of_whole_batch():
+        return call(loss, *args, **kwargs)
+
+
 def call_loss(call, loss, y_true, y_pred, sample_weight=None):
     """Computes a loss, from the rows of all replicas if it needs them.
 
@@ -194,16 +215,18 @@ _MANY_ROWS = 4096
 
 
 def _with_enough_rows(own, *parts):
-    """Calls a function; if Keras's few rows do not suffice to trace it, with these rows repeated.
+    """Calls a function; if Keras's few rows do not suffice to build with, with these repeated.
 
-    To build a model, Keras traces with few rows; the five largest of four errors do not exist.
+    The five largest of four errors do not exist.
     """
     try:
         return own(*parts)
     except (ValueError, tf.errors.InvalidArgumentError) as error:
-        num_rows = keras.tree.flatten(parts)[0].shape[:1]
         in_replica = tf.distribute.get_replica_context() is not None
-        if tf.executing_eagerly() or in_replica or not num_rows or not num_rows[0]:
+        if tf.executing_eagerly() or in_replica:
+            raise
+        num_rows = getattr(keras.tree.flatten(parts)[0], "shape", ())[:1]
+        if not num_rows or not num_rows[0]:
             raise
         repeats = -(-_MANY_ROWS // num_rows[0])
 
@@ -218,7 +241,7 @@ def _with_enough_rows(own, *parts):
 
 
 def prepare_losses(model: keras.Model) -> None:
-    """Applies `call_loss` to custom losses that override `Loss.__call__`.
+    """Applies `call_own_loss` to custom losses that override `Loss.__call__`.
 
     Args:
         model: A model that is built.
@@ -226,7 +249,7 @@ def prepare_losses(model: keras.Model) -> None:
     for loss in [*keras_compat.compiled_losses(model), *keras_compat.own_losses(model)]:
         if not keras_compat.is_stock(type(loss)) and not isinstance(loss, WholeBatchLoss):
             # Python looks up `__call__` in the class, so it cannot be replaced in one loss.
-            keras_compat.around_call_of(type(loss), call_loss)
+            keras_compat.around_call_of(type(loss), call_own_loss)
 
 
 @local_steps.over_all_workers()
@@ -297,7 +320,7 @@ def _of_all_replicas(structure):
             return part
         if part.shape.rank != 0:
             return _with_masks(part)
-        if not part.dtype.is_floating:
+        if not part.dtype.is_floating or replica_batch is None:
             return part
         return context.all_reduce("SUM", replica_batch.weighted(part))
 
