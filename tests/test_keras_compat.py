@@ -19,8 +19,10 @@ import tensorflow as tf
 from keras.src.backend import AutocastScope
 from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import trainer as keras_trainer
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from tensorflow.python.data.ops import multi_device_iterator_ops
 from tensorflow.python.distribute import input_lib
+from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
 
 import tfmulti
@@ -873,6 +875,36 @@ def test_canary_every_epoch_creates_an_iterator_that_is_not_used(monkeypatch):
         with iterators(monkeypatch) as created:
             model.predict(x, batch_size=2, verbose=0)
         assert len(created) == expected
+
+
+def test_canary_each_worker_shuffles_arrays_by_itself():
+    x = np.arange(64)
+
+    def orders():
+        """As two workers have them, in two epochs each."""
+        adapters = [ArrayDataAdapter(x, batch_size=64, shuffle=True) for _ in range(2)]
+        made = [adapter.get_tf_dataset() for adapter in adapters]
+        return [[next(iter(each)).numpy().tolist() for _ in range(2)] for each in made]
+
+    ours()
+    before, model = context.global_seed(), keras.Sequential()
+    marks.ORDER_SEED.set(model, 3)
+    try:
+        tf.random.set_seed(None)
+        one, other = orders()
+        assert one != other
+        with keras_compat.shuffling_for(model):
+            one, other = orders()
+        assert one == other and one[0] != one[1] and sorted(one[0]) == x.tolist()
+        assert context.global_seed() is None
+        tf.random.set_seed(1)
+        own = orders()
+        tf.random.set_seed(1)
+        with keras_compat.shuffling_for(model):
+            assert orders() == own
+        assert own[0][0] == own[0][1]
+    finally:
+        tf.random.set_seed(before)
 
 
 def test_an_iterator_is_created_for_each_epoch(monkeypatch):

@@ -11,7 +11,8 @@ from replicas import create_strategy, not_on_gpu
 
 import tfmulti
 from tfmulti import keras_compat, marks, topology, verification
-from tfmulti.step.samples import Samples, fibonacci
+from tfmulti.step.digests import fibonacci
+from tfmulti.step.samples import Samples
 from tfmulti.strategies import spot_checks
 
 NUM_ROWS, BATCH = 64, 8

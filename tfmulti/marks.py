@@ -79,6 +79,8 @@ ATTRIBUTES = Mark("attributes")
 None once the step has been traced: a later change has no effect on it."""
 FEED = Mark("feed")
 """While `fit` runs, the description of its data, `verification.case.Feed`."""
+ORDER_SEED = Mark("order_seed")
+"""The seed by which all workers shuffle arrays in a call; None with one worker."""
 TRAINS_FROM = Mark("trains_from")
 """While `fit` runs, the data that it was given as `x`."""
 CHECKED = Mark("checked", {})

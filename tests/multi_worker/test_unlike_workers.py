@@ -69,6 +69,22 @@ def test_another_order_of_plain_data_on_one_worker_is_told(run_workers, case, ru
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case, place", [("own order", 1), ("later order", 3)])
+def test_another_order_of_batches_from_python_is_told(run_workers, case, place):
+    told = "".join(run_workers(2, [PROGRAM, f"python unshuffled {case}"], check=False))
+    assert "All workers must read the same batches" in told
+    assert f"in batch {place} of this pass the labels on worker" in told
+    assert "trained" not in told
+
+
+@pytest.mark.slow
+def test_other_inputs_with_the_same_labels_are_warned_of(run_workers):
+    for each in run_workers(2, [PROGRAM, "python unshuffled own inputs"]):
+        assert "Workers read different inputs: in batch 1 of this pass" in each
+        assert "trained" in each
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["plain", "python alike", "python unshuffled"])
 def test_plain_data_of_one_order_are_trained_on(run_workers, case):
     assert all("trained" in each for each in run_workers(2, [PROGRAM, case]))

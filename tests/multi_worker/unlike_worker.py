@@ -84,13 +84,16 @@ def plain(x):
 
 
 class Batches(keras.utils.PyDataset):
-    """Batches that `fit` shuffles."""
+    """Batches that `fit` shuffles, or that have rows in another order on the other worker."""
 
     def __len__(self):
         return 4
 
     def __getitem__(self, index):
-        return DATA + index, DATA[:, :1]
+        shuffles = "own order" in CASE or (index == 2 and "later order" in CASE)
+        order = np.random.default_rng(IS_CHIEF if shuffles else 0).permutation(8)
+        noise = 0.1 * (not IS_CHIEF and "own inputs" in CASE)
+        return DATA[order] + index + noise, DATA[order, :1]
 
 
 def batches_in_an_order(model, x):

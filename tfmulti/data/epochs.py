@@ -276,7 +276,8 @@ class EpochDataset(tf.data.Dataset):
                 "Pass the model's strategy to distribute_train or distribute_eval."
             )
         log = self.audit.record if self.audit else _no_audit
-        sampled = Samples(getattr(strategy, "keeps_samples", False))
+        several = topology.num_workers(strategy) > 1
+        sampled = Samples(getattr(strategy, "keeps_samples", False), several)
         numbers = topology.local_batch_indices(strategy)
         batches = self._replica_batches_of(numbers, log, sampled, self._position)
         distributed = self._pass(batches, strategy, self._position, counted=self.keeps_rows)
@@ -298,7 +299,9 @@ class EpochDataset(tf.data.Dataset):
             return count, tuple(self._finish(batch, weights) for batch, weights in batches)
 
         start = tf.data.Dataset.range(1).map(begin)
-        dataset = sampled.of(self._source.batches(self.plan, numbers, start, log).map(finish))
+        dataset = sampled.of(
+            self._source.batches(self.plan, numbers, start, log, sampled.digested).map(finish)
+        )
         options = tf.data.Options()
         # Without this, its thread would delay the end of `fit` by seconds.
         options.autotune.enabled = False

@@ -33,7 +33,7 @@ class ArraySource:
         """Spec of a batch without its weights, nested as `arrays`."""
         return tf.nest.map_structure(_spec_of_rows, self.arrays)
 
-    def batches(self, plan: ShardPlan, numbers: tuple[int, ...], start, log):
+    def batches(self, plan: ShardPlan, numbers: tuple[int, ...], start, log, watched=None):
         """Returns a dataset of steps: number of rows, and each replica's rows and weights."""
         leaves = tf.nest.flatten(self.arrays)
         dtypes = [tf.as_dtype(_spec_of_rows(leaf).dtype) for leaf in leaves]
@@ -88,7 +88,7 @@ class StreamSource:
         """Spec of a batch without its weights, nested as the examples."""
         return self.dataset.batch(1).element_spec
 
-    def batches(self, plan: ShardPlan, numbers: tuple[int, ...], start, log):
+    def batches(self, plan: ShardPlan, numbers: tuple[int, ...], start, log, watched=None):
         """Returns a dataset of steps: number of rows, and each replica's rows and weights."""
         first_rows = None
         if plan.remainder == "repeat_first":
@@ -111,7 +111,9 @@ class StreamSource:
             batches = tuple(_replica_batch_of(batch, num_real, plan, number) for number in numbers)
             return num_real, batches
 
-        return start.flat_map(steps).map(split, num_parallel_calls=2)
+        whole = start.flat_map(steps)
+        whole = whole if watched is None else watched(whole)
+        return whole.map(split, num_parallel_calls=2)
 
 
 def _shuffled(dataset, seed, number, buffer):

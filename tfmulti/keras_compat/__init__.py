@@ -56,7 +56,7 @@ from tfmulti.keras_compat.reference import (
     reducing_as_usual, reducing_over_replicas, same_eager_numbers, separate_traces,
     without_optimized_graphs, write_handle,
 )
-from tfmulti.keras_compat.replacement import has_servers, is_ours, note_strategy
+from tfmulti.keras_compat.replacement import has_servers, is_ours, note_strategy, shuffling_for
 from tfmulti.keras_compat.seeds import (
     global_seed, global_seed_state, global_states, has_seeded, is_seed_state, note_seeding,
     prepare_global_seeds, random_stream, set_global_seed_state,

@@ -7,13 +7,15 @@ import contextvars
 import inspect
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.trainers.data_adapters import array_data_adapter
 from tensorflow.python.data.ops import dataset_ops
+from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_experimental_dataset_ops
 
 from tfmulti import marks
-from tfmulti.keras_compat import held
+from tfmulti.keras_compat import held, replacement
 from tfmulti.runtime.scoped import with_attributes
 
 
@@ -72,6 +74,29 @@ def _ignores_iterators(adapter) -> bool:
     """Whether the order of data in an epoch does not depend on how many iterators were created."""
     is_own = hasattr(getattr(adapter, "_dataset", None), "distribute_to")
     return is_own or isinstance(adapter, array_data_adapter.ArrayDataAdapter)
+
+
+def shuffled_alike(original):
+    """Shuffles arrays alike on all workers, of which each takes its rows of every batch.
+
+    Args:
+        original: `ArrayDataAdapter.get_tf_dataset`.
+    """
+
+    def get_tf_dataset(self):
+        if context.global_seed() is not None:
+            # Then Keras does so, in one order for all epochs.
+            return original(self)
+        seeds = np.random.default_rng(replacement.order_seed())
+
+        def shuffle(value):
+            seed = tf.numpy_function(lambda: seeds.integers(2**62, size=2), [], tf.int64)
+            return tf.random.experimental.stateless_shuffle(value, tf.ensure_shape(seed, [2]))
+
+        with with_attributes(tf.random, shuffle=shuffle):
+            return original(self)
+
+    return get_tf_dataset
 
 
 def end_epochs(original, settle, agree):

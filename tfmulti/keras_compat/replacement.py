@@ -5,6 +5,7 @@ The functions that say where a replacement is used have phrases as docstrings: a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -20,6 +21,7 @@ from tfmulti.runtime.scoped import Scoped
 
 _MARK = "tfmulti_replaces"
 _distributing = Scoped(False)
+_shuffling_for = Scoped(None)
 _strategies: weakref.WeakSet = weakref.WeakSet()
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, functools.partialmethod)
 
@@ -112,6 +114,25 @@ def while_a_strategy_exists(*_, **__) -> bool:
 def distributing(*_, **__) -> bool:
     """While an iterator over data of one of our strategies is created."""
     return _distributing.value
+
+
+def shuffling_for(model) -> contextlib.AbstractContextManager:
+    """Makes Keras shuffle the model's arrays by `marks.ORDER_SEED`, if it has one, in the context.
+
+    Args:
+        model: The model. Its seed may be set within the context.
+    """
+    return _shuffling_for.set_to(model)
+
+
+def shuffling(*_, **__) -> bool:
+    """In a call of `fit` on several workers of one of our strategies."""
+    return order_seed() is not None
+
+
+def order_seed() -> int | None:
+    """Returns the seed by which arrays are shuffled, the same on all workers; None elsewhere."""
+    return marks.ORDER_SEED.get(_shuffling_for.value)
 
 
 def note_distributing(original, dataset):

@@ -7,6 +7,7 @@ from keras.src.backend.tensorflow import core as keras_core
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
 from keras.src.trainers import epoch_iterator
+from keras.src.trainers.data_adapters import array_data_adapter
 from tensorflow.core.function.polymorphism import function_cache
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.data.ops import multi_device_iterator_ops
@@ -173,6 +174,15 @@ _DATA = (
         replacement.of_epochs,
         "a second iterator over the data in each epoch, which nobody uses",
         "test_canary_every_epoch_creates_an_iterator_that_is_not_used",
+    ),
+    Replacement(
+        array_data_adapter.ArrayDataAdapter,
+        "get_tf_dataset",
+        replaced_calls.shuffled_alike,
+        replacement.shuffling,
+        "rows that come twice or never in an epoch: without a seed each worker shuffles arrays in "
+        "an order of its own",
+        "test_canary_each_worker_shuffles_arrays_by_itself",
     ),
     *(
         Replacement(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfmulti.step import rows
+from tfmulti.step.digests import Digests, fibonacci
 
 # Of each pass over the data, the first batches and then fewer and fewer.
 _ALL_UNTIL = 64
@@ -19,14 +20,6 @@ _MAX_BYTES = 2**22
 _SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 
 
-def fibonacci() -> list[int]:
-    """Returns the numbers 2, 3, 5, 8, 13, ..., up to more than any training has steps."""
-    numbers = [2, 3]
-    while numbers[-1] < 2**50:
-        numbers.append(sum(numbers[-2:]))
-    return numbers
-
-
 _LATER = tuple(number - 1 for number in fibonacci())
 
 
@@ -35,12 +28,15 @@ class Samples:
 
     Args:
         wanted: Whether any are to be kept.
+        compared: Whether workers compare the batches that they read.
 
     Attributes:
+        digests: What they compare, or None.
         unpack: Function that makes a batch, as the replicas receive it, of an element.
     """
 
-    def __init__(self, wanted: bool = True):
+    def __init__(self, wanted: bool = True, compared: bool = False):
+        self.digests = Digests() if compared else None
         self.unpack: Callable = lambda element: element
         # A thread of tf.data keeps them while the training looks for one.
         self._wanted, self._lock = wanted, threading.Lock()
@@ -71,6 +67,10 @@ class Samples:
             return element
 
         return dataset.enumerate().map(note)
+
+    def digested(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns a dataset of batches of all rows, whose digests are kept if they are compared."""
+        return dataset if self.digests is None else self.digests.of(dataset)
 
     def latest(self, number: int):
         """Returns the latest batch that was kept of a pass, or None.

@@ -15,6 +15,7 @@ import marshal
 import math
 import random
 import re
+import secrets
 import types
 import zlib
 from collections.abc import Mapping
@@ -49,6 +50,8 @@ _ADVICE = (
 def compare(model: keras.Model, name: str, given: Mapping[str, object]) -> None:
     """Raises ValueError if another model or other data are on the chief; before a call.
 
+    The chief also chooses the seed by which all of them shuffle arrays.
+
     Every worker must call it.
 
     Args:
@@ -65,12 +68,14 @@ def compare(model: keras.Model, name: str, given: Mapping[str, object]) -> None:
     for each in _DATA:
         feeds.refuse_unlike_order(given.get(each))
     own = _descriptions(model) if name == "fit" else {}
-    here = [own, describe_arguments(given), _state_of_order(name, given)]
+    here = [own, describe_arguments(given), _state_of_order(name, given), secrets.randbits(31)]
     key = f"tfmulti/model/{next(_numbers)}"
     if topology.is_chief(strategy):
         keras_compat.publish(key, json.dumps(here))
+        marks.ORDER_SEED.set(model, here[3])
         return
     there = json.loads(keras_compat.read_published(key, *topology.cluster_of(strategy).tasks[0]))
+    marks.ORDER_SEED.set(model, there[3])
     _refuse_other_models(strategy, here[0], there[0])
     for each in _DATA:
         mine, other = here[1].get(each, []), there[1].get(each, [])

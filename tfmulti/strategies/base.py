@@ -153,7 +153,7 @@ class _KerasRepairs:
         dataset = keras_compat.without_tuning(dataset)
         if self.num_replicas_in_sync == 1:
             return super().experimental_distribute_dataset(dataset, options)
-        sampled = samples.Samples(self.keeps_samples)
+        sampled = samples.Samples(self.keeps_samples, topology.num_workers(self) > 1)
         distributed = self._distribute(dataset, options, sampled)
         marks.SAMPLE.set(distributed, sampled)
         return distributed
@@ -164,6 +164,8 @@ class _KerasRepairs:
         # batches may be drawn ahead than Keras draws on one device.
         on_demand = keras_compat.is_from_python(dataset)
         dataset = feeds.with_none(dataset)
+        if feeds.is_shared_by_rows(dataset):
+            dataset = sampled.digested(dataset)
         if not feeds.is_in_chunks(dataset):
             return iterators.SplitBatches(sampled.of(dataset), self, on_demand=on_demand)
         specs = [s for s in tf.nest.flatten(dataset.element_spec) if not feeds.is_none(s)]

@@ -144,7 +144,8 @@ def create_strategy(
         name, reason = _choose(cluster, devices, logical_cpus)
     elif cluster is not None:
         reason = f"as requested, {_origin(cluster)}"
-    _warn_of_others(name, cluster)
+    if name in ("one_device", "mirrored", "tpu"):
+        schedulers.warn_of_others(os.environ, name, cluster)
     devices_lib.grow_gpu_memory()
     if logical_cpus:
         devices_lib.set_logical_cpus(logical_cpus)
@@ -230,6 +231,7 @@ def _before_call(model, name, given):
 def _during_call(model, name):
     with (
         coordination.call_together(model, name),
+        keras_compat.shuffling_for(model),
         spot_checks.verifying_predictions(model, name),
         spot_checks.keeping_samples(model, name),
     ):
@@ -250,11 +252,6 @@ def _settle(model):
     """Makes the model the same on all workers, before code outside of steps reads it."""
     local_steps.average_weights(model)
     accumulation.settle_compiled(model)
-
-
-def _warn_of_others(name, cluster):
-    if name in ("one_device", "mirrored", "tpu"):
-        schedulers.warn_of_others(os.environ, name, cluster)
 
 
 def _repair_keras():

@@ -23,8 +23,9 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology, verification
 from tfmulti.runtime.scoped import with_attributes
-from tfmulti.step.samples import fibonacci
+from tfmulti.step.digests import fibonacci
 from tfmulti.strategies import checks, coordination
+from tfmulti.strategies.same_batches import BatchComparison
 from tfmulti.verification import verified
 from tfmulti.verification.case import PREDICT, TEST, TRAIN, Case
 from tfmulti.verification.differences import same_bits
@@ -167,6 +168,7 @@ def watched(model: keras.Model, kind: str, make: Callable) -> Callable:
     if model.distribute_strategy.num_replicas_in_sync == 1:
         return function
     progress: _Progress | None = None
+    comparison = BatchComparison(model, kind)
 
     @functools.wraps(function)
     def step(iterator):
@@ -179,6 +181,7 @@ def watched(model: keras.Model, kind: str, make: Callable) -> Callable:
             logs = _verify_and_run(model, kind, make, iterator)
         else:
             logs = function(iterator)
+        comparison.after(iterator, model.steps_per_execution)
         if kind == TRAIN and not keras_compat.runs_eagerly(model):
             marks.ATTRIBUTES.set(model, None)
         samples = marks.SAMPLES.get(model).get(kind)
