@@ -867,6 +867,31 @@ def iterators(monkeypatch):
         yield created
 
 
+@pytest.mark.parametrize("words", [["a", "b", "c"], [5, 6, 7]], ids=["words", "numbers"])
+def test_canary_lookups_refuse_a_dummy_row(words):
+    kind = keras.layers.StringLookup if words[0] == "a" else keras.layers.IntegerLookup
+    x, y = tf.constant([[word] for word in words[:1] * 3 + words]), np.arange(6.0)[:, None]
+
+    def train(strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            lookup = kind(vocabulary=words, num_oov_indices=0)
+            embed = keras.layers.Embedding(3, 2)
+            inputs = keras.Input((1,), dtype=x.dtype.name)
+            outputs = keras.layers.Dense(1)(keras.layers.Flatten()(embed(lookup(inputs))))
+            model = keras.Model(inputs, outputs)
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(x, y, batch_size=5, shuffle=False, verbose=0)
+        return [*model.get_weights(), model.predict(x[:1], verbose=0)]
+
+    # The last batch leaves a replica without a row.
+    for one, two in zip(train(ours(1)), train(ours())):
+        np.testing.assert_allclose(two, one, rtol=0, atol=1e-6)
+    with without("IndexLookup._lookup_dense"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="should be in vocabulary"):
+            train(ours())
+
+
 def test_canary_every_epoch_creates_an_iterator_that_is_not_used(monkeypatch):
     x = np.ones((4, 3), "float32")
     for strategy, expected in ((ours(), 1), (stock(), 2), (ours(), 1)):

@@ -7,6 +7,7 @@ import importlib
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn as keras_nn
+from keras.src.layers.preprocessing import index_lookup
 from keras.src.losses import loss as keras_loss
 from keras.src.optimizers import base_optimizer
 from keras.src.random import seed_generator
@@ -15,6 +16,7 @@ from tensorflow.python.ops import custom_gradient
 
 from tfmulti.keras_compat import (
     held,
+    lookups,
     replaced_calls,
     replaced_models,
     replaced_steps,
@@ -221,6 +223,15 @@ _LOSSES = (
 )
 
 _LAYERS = (
+    scope_entry(
+        index_lookup.IndexLookup,
+        "_lookup_dense",
+        lookups.of_known_words,
+        'InvalidArgumentError: all inputs should be in vocabulary, found OOV values [""]',
+        "test_canary_lookups_refuse_a_dummy_row",
+        needs=("current_replica_batch",),
+        arguments=("inputs",),
+    ),
     scope_entry(
         keras_nn,
         "_compute_moments_sync",
