@@ -468,6 +468,59 @@ def test_a_train_function_of_ones_own_runs_the_step_by_the_strategy():
         trained(3, by_strategy=False)
 
 
+class OwnStep(keras.Model):
+    """Trains by a step of another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def pretrain_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x) - y))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+    def make_train_function(self, force=False):
+        strategy = self.distribute_strategy
+
+        @tf.function
+        def function(iterator):
+            logs = strategy.run(self.pretrain_step, args=(next(iterator),))
+            return {"loss": strategy.reduce("MEAN", logs["loss"], axis=None)}
+
+        self.train_function = function
+
+
+def test_a_step_of_another_name_is_refused():
+    x = np.ones((8, 3), "float32")
+    with create_strategy(2).scope():
+        model = OwnStep()
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="Received: a run of another function on a batch. Write"):
+        model.fit(x, x[:, :1], verbose=0)
+    with create_strategy(1).scope():
+        model = OwnStep()
+        model.compile("sgd", "mse")
+    model.fit(x, x[:, :1], verbose=0)
+
+
+def test_a_train_function_of_ones_own_is_not_verified_on_batches_from_python():
+    x = np.ones((8, 3), "float32")
+    specs = tf.TensorSpec((None, 3)), tf.TensorSpec((None, 1))
+    data = tf.data.Dataset.from_generator(lambda: [(x, x[:, :1])] * 2, output_signature=specs)
+    with create_strategy(2).scope():
+        model = OwnTrainFunction(by_strategy=True)
+        model.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match="`train_step` was not verified: Python code makes"):
+        model.fit(data, verbose=0)
+
+
 class MeasuresInBranch(keras.Model):
     def __init__(self):
         super().__init__()

@@ -189,12 +189,10 @@ def before_calls(name: str):
                     before(self, name, given)
                     return original(self, *args, **kwargs)
             except (TypeError, ValueError, AttributeError) as error:
-                own = _FUNCTIONS.get(name, "")
-                is_own = getattr(type(self), own, None) is not getattr(keras.Model, own, None)
                 # Keras speaks of a tensor that is none.
-                if not is_own or "PerReplica" not in str(error):
+                if not has_own_function(self, name) or "PerReplica" not in str(error):
                     raise
-                raise _own_function_error(own) from error
+                raise own_function_error(name, "one that treats all parts as one tensor") from error
             finally:
                 marks.CALL.set(self, outer)
                 if name == "fit":
@@ -213,12 +211,20 @@ _FUNCTIONS = {
 }
 
 
-def _own_function_error(name: str) -> ValueError:
-    step = f"self.{name.removeprefix('make_').removesuffix('_function')}_step"
+def has_own_function(model: keras.Model, name: str) -> bool:
+    """Whether a model's class makes the function of `fit`, `evaluate` or `predict` by itself."""
+    own = _FUNCTIONS.get(name, "")
+    return getattr(type(model), own, None) is not getattr(keras.Model, own, None)
+
+
+def own_function_error(name: str, received: str) -> ValueError:
+    """Returns the error about such a function that several replicas cannot run."""
+    own = _FUNCTIONS[name]
+    step = f"self.{own.removeprefix('make_').removesuffix('_function')}_step"
     return ValueError(
-        f"A custom `{name}` must run the step through the strategy, as Keras's does: its iterator "
-        "yields one part of the batch per replica. Received: one that treats all parts as one "
-        f"tensor. Write `outputs = self.distribute_strategy.run({step}, args=(next(iterator),))` "
+        f"A custom `{own}` must run the step through the strategy, as Keras's does: its iterator "
+        f"yields one part of the batch per replica. Received: {received}. Write "
+        f"`outputs = self.distribute_strategy.run({step}, args=(next(iterator),))` "
         "and return reduced outputs, or leave the method out and override "
         f"`{step.removeprefix('self.')}`."
     )

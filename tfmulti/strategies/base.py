@@ -60,6 +60,8 @@ class _KerasRepairs:
     distribute_optimizers = True
     # The generator of random operations without a seed, shared by the threads of all replicas.
     global_seeds = None
+    # The model whose `fit`, `evaluate` or `predict` runs.
+    in_call_of = None
     # Weak references to the outputs of the latest Keras step.
     _logs = ()
 
@@ -94,6 +96,8 @@ class _KerasRepairs:
             if kind != "predict" and are_undivided:
                 fn = wrapped_step.divide_whole_batch(fn)
         else:
+            if several and kind is None and tf.inside_function() and _is_distributed(args):
+                self._refuse_unknown_step()
             args = tuple(rows.as_user_sees(value) for value in args)
         # The gradients of a single replica are already those of the whole batch.
         fn = gradients.with_step_state(fn, reduced=not several)
@@ -121,6 +125,15 @@ class _KerasRepairs:
             checks.refuse_outside_scope(model)
             if not self.distribute_optimizers:
                 _refuse_bare(model)
+
+    def _refuse_unknown_step(self):
+        """Raises ValueError in a custom `make_train_function`, which must run the model's step.
+
+        Nothing would weight the replicas by their rows, and another function would be verified.
+        """
+        name = marks.CALL.get(self.in_call_of)[0]
+        if name in ("fit", "evaluate") and keras_compat.has_own_function(self.in_call_of, name):
+            raise keras_compat.own_function_error(name, "a run of another function on a batch")
 
     def reduce(self, reduce_op, value, axis):
         """Reduces as usual, except a step's logs with `axis=0`, which it reduces locally.

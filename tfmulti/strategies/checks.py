@@ -227,6 +227,10 @@ def _verify(model, peek, iterator):
         marks.FEED.set(model, None)
     if not feed.by_python:
         verify_feed(model, kind, feed)
+    elif keras_compat.has_own_function(model, name):
+        if verification.may_be_verified(model, kind):
+            reason = f"Python code makes the batches, and the model its function of `{name}`"
+            warnings.warn(f"`{kind}_step` was not verified: {reason}.", stacklevel=2)
     elif verified.knows(model, kind, feed):
         marks.FEED.set(model, feed if name == "fit" else None)
     else:
