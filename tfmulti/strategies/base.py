@@ -82,7 +82,7 @@ class _KerasRepairs:
         kind, model = keras_compat.step_of(fn)
         several = self.num_replicas_in_sync > 1
         if several:
-            self._refuse(kind, model)
+            self._refuse(kind, model, args)
         are_undivided = topology.num_local_replicas(self) > 1 and not _is_distributed(args[:1])
         if several and replicated.is_replicated(model, kind):
             whole = replicated.ReplicatedStep(model, kind, fn, are_undivided)
@@ -96,8 +96,6 @@ class _KerasRepairs:
             if kind != "predict" and are_undivided:
                 fn = wrapped_step.divide_whole_batch(fn)
         else:
-            if several and kind is None and tf.inside_function() and _is_distributed(args):
-                self._refuse_unknown_step()
             args = tuple(rows.as_user_sees(value) for value in args)
         # The gradients of a single replica are already those of the whole batch.
         fn = gradients.with_step_state(fn, reduced=not several)
@@ -117,8 +115,10 @@ class _KerasRepairs:
             self._logs = _weak(outputs)
         return outputs
 
-    def _refuse(self, kind, model):
+    def _refuse(self, kind, model, args):
         """Raises ValueError for a step that several replicas cannot run."""
+        if kind is None and tf.inside_function() and _is_distributed(args):
+            self._refuse_unknown_step()
         if kind in ("train", "test"):
             _refuse_jit_compile(model, self.num_replicas_in_sync)
         if kind == "train":
