@@ -21,6 +21,7 @@ def assert_places(told, who, alone, others):
     [
         ("slope", SAME_MODEL, "worker 1 differs from the first worker in layer 5 (LeakyReLU)"),
         ("order", SAME_MODEL, "in layer 2 (Dense), layer 3 (Dense)"),
+        ("words", SAME_MODEL, "from the first worker in layer 2 (StringLookup)"),
         ("loss", SAME_MODEL, "from the first worker in loss"),
         ("rate", SAME_WEIGHTS, "learning rates ([0.5] here), after epoch 1"),
         ("weights", SAME_WEIGHTS, "in its weights, after epoch 1"),
@@ -85,7 +86,7 @@ def test_other_inputs_with_the_same_labels_are_warned_of(run_workers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["plain", "python alike", "python unshuffled"])
+@pytest.mark.parametrize("case", ["plain", "python alike", "python unshuffled", "same words"])
 def test_plain_data_of_one_order_are_trained_on(run_workers, case):
     assert all("trained" in each for each in run_workers(2, [PROGRAM, case]))
 

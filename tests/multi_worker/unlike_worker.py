@@ -102,6 +102,8 @@ def batches_in_an_order(model, x):
         if "alike" in CASE:
             keras.utils.set_random_seed(1)
         return {"x": Batches(), "shuffle": "unshuffled" not in CASE}
+    if CASE.endswith("words"):
+        return {"x": tf.constant([["a"], ["b"]] * 8), "y": x[:16, :1]}
     data = plain(x)
     if "evaluated" in CASE:
         model.evaluate(data, verbose=0)
@@ -125,6 +127,8 @@ class OneByOne(keras.Model):
 
 
 def build():
+    if CASE.endswith("words"):
+        return of_words()
     if CASE == "gradients":
         given = keras.Input((4,))
         return OneByOne(given, keras.layers.Dense(1)(keras.layers.Dense(2048)(given)))
@@ -137,6 +141,14 @@ def build():
     hidden = keras.layers.LeakyReLU(0.1 if here("slope") else 0.2)(keras.layers.Add()(branches))
     hidden = keras.layers.Dropout(0.1)(hidden)
     return keras.Model(given, keras.layers.Dense(1)(hidden))
+
+
+def of_words():
+    """Its words are given in the order of a set, say."""
+    lookup = keras.layers.StringLookup()
+    lookup.set_vocabulary(["a", "b"] if here("words") else ["b", "a"])
+    embed = keras.layers.Embedding(3, 1)
+    return keras.Sequential([keras.Input((1,), dtype="string"), lookup, embed])
 
 
 def predict_by_shards(model, given):
@@ -186,7 +198,7 @@ def main():
         model.predict(batches_of(x), verbose=0)
     if CASE == "batches":
         given = {"x": batches_of(x)}
-    if CASE.startswith(("plain", "python")):
+    if CASE.startswith(("plain", "python")) or CASE.endswith("words"):
         given = batches_in_an_order(model, x)
     predict_by_shards(model, given)
     if CASE.endswith((" save", " saves")):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import itertools
 import json
 import marshal
@@ -216,7 +217,8 @@ def _descriptions(model) -> dict[str, int]:
     """Returns numbers that stand for the configurations of a model's parts."""
     layers = [each for each in keras_compat.all_layers(model) if each is not model]
     parts = {
-        f"layer {i + 1} ({type(each).__name__})": each.get_config for i, each in enumerate(layers)
+        f"layer {i + 1} ({type(each).__name__})": functools.partial(_configuration, each)
+        for i, each in enumerate(layers)
     }
     compiled = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
     for name in compiled:
@@ -228,6 +230,12 @@ def _descriptions(model) -> dict[str, int]:
         with contextlib.suppress(Exception):
             found[name] = _number_of(describe())
     return found
+
+
+def _configuration(layer) -> list:
+    """Returns a layer's configuration, and the words that `adapt` or `set_vocabulary` gave it."""
+    has_words = hasattr(layer, "get_vocabulary")
+    return [layer.get_config(), layer.get_vocabulary() if has_words else None]
 
 
 def _settings_of_optimizers(model) -> list:
