@@ -426,6 +426,32 @@ def test_predict_on_batch_predicts_with_the_layers_that_a_model_has_now():
     assert model.predict_on_batch(x).shape == (len(x), 1)
 
 
+class Classes(keras.Model):
+    """Predicts the largest of three by a function of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def make_predict_function(self, force=False):
+        if self.predict_function is None or force:
+            scores = super().make_predict_function(force)
+            self.predict_function = lambda data: tf.argmax(scores(data), axis=-1)
+        return self.predict_function
+
+
+def test_predict_on_batch_refuses_a_function_of_ones_own():
+    x = np.random.RandomState(0).randn(7, 4).astype("float32")
+    with create_strategy(2).scope():
+        model = Classes()
+    assert model.predict(x, verbose=0).shape == (7,)
+    with pytest.raises(ValueError, match="by the model's `predict_step`. Received: Classes with"):
+        model.predict_on_batch(x)
+
+
 class OwnTrainFunction(keras.Model):
     """Makes the function of a step itself, by the strategy or as on one device."""
 

@@ -187,6 +187,7 @@ def predict_any_rows(original):
         marks.MOVES.set(self, moves)
         if _has_other_workers(self):
             self.predict_function = _for_any_rows(self.predict_function)
+        return self.predict_function
 
     return make_predict_function
 

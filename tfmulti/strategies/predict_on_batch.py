@@ -38,11 +38,18 @@ def predict(original, model: keras.Model, x):
         stay tensors.
 
     Raises:
-        ValueError: If only some workers make a call that all must make.
+        ValueError: If only some workers make a call that all must make, and on several replicas
+            for a class with a `make_predict_function` of its own.
     """
     strategy = model.distribute_strategy
     if strategy.num_replicas_in_sync == 1:
         return original(model, x)
+    if keras_compat.has_own_function(model, "predict"):
+        raise ValueError(
+            "On several replicas `predict_on_batch` predicts by the model's `predict_step`. "
+            f"Received: {type(model).__name__} with a `make_predict_function` of its own. Call "
+            "predict, or override predict_step in its place."
+        )
     if _needs_all_workers(model):
         program_order.compare_call(strategy, "predict_on_batch", {}, waits=True)
     function, made_for = marks.PREDICT.get(model)
