@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 
 import keras
 import tensorflow as tf
@@ -152,9 +153,6 @@ class WholeBatchMetric(keras.metrics.Metric):
         return cls(keras.saving.deserialize_keras_object(config["metric"]), config["name"])
 
 
-_ARGUMENTS = {"y_true", "y_pred", "sample_weight"}
-
-
 def call_own_loss(call, loss, *args, **kwargs):
     """Computes a loss by its own `__call__`; one of other arguments gets the rows of all replicas.
 
@@ -164,7 +162,7 @@ def call_own_loss(call, loss, *args, **kwargs):
         *args: What it takes.
         **kwargs: What it takes by name.
     """
-    if len(args) + len(kwargs) in (2, 3) and kwargs.keys() <= _ARGUMENTS:
+    if "sample_weight" in inspect.signature(call).parameters:
         return call_loss(call, loss, *args, **kwargs)
     if distributed_batch() is None and not losses.is_loop():
         return call(loss, *args, **kwargs)
@@ -215,7 +213,7 @@ _MANY_ROWS = 4096
 
 
 def _with_enough_rows(own, *parts):
-    """Calls a function; if Keras's few rows do not suffice to build with, with these repeated.
+    """Calls a function; if it cannot be built with Keras's few rows, with these repeated.
 
     The five largest of four errors do not exist.
     """

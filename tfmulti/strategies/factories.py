@@ -28,7 +28,6 @@ from tfmulti.cluster.scheduler_variables import check_num_ps
 from tfmulti.cluster.task import SERVER_TYPE
 from tfmulti.parallel import activations, partitioned
 from tfmulti.rendezvous import find_timeout
-from tfmulti.runtime.scoped import with_attributes
 from tfmulti.settings import check_choice, check_used, check_whole_number
 from tfmulti.step import (
     accumulation,
@@ -233,7 +232,6 @@ def _during_call(model, name):
     with (
         coordination.call_together(model, name),
         keras_compat.shuffling_for(model),
-        with_attributes(model.distribute_strategy, in_call_of=model),
         spot_checks.verifying_predictions(model, name),
         spot_checks.keeping_samples(model, name),
     ):

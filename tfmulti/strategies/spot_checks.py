@@ -140,6 +140,8 @@ class _Changes:
 def keeping_samples(model: keras.Model, name: str) -> Iterator[None]:
     """Has the batches of `fit` and `evaluate` kept for spot checks, if there will be any.
 
+    The strategy knows within the context whose call it is.
+
     Args:
         model: The model whose method is called.
         name: The name of the method.
@@ -152,7 +154,7 @@ def keeping_samples(model: keras.Model, name: str) -> Iterator[None]:
     several = strategy.num_replicas_in_sync > 1
     keeps = several and any(verification.may_be_verified(model, kind) for kind in kinds)
     # Only within the call: a callback may call `predict`, and `fit` then goes on.
-    with with_attributes(strategy, keeps_samples=keeps):
+    with with_attributes(strategy, keeps_samples=keeps, in_call_of=model):
         yield
 
 
