@@ -34,7 +34,10 @@ class ArraySource:
         return tf.nest.map_structure(_spec_of_rows, self.arrays)
 
     def batches(self, plan: ShardPlan, numbers: tuple[int, ...], start, log, watched=None):
-        """Returns a dataset of steps: number of rows, and each replica's rows and weights."""
+        """Returns a dataset of steps: number of rows, and each replica's rows and weights.
+
+        No worker reads whole batches, which `watched` would be given.
+        """
         leaves = tf.nest.flatten(self.arrays)
         dtypes = [tf.as_dtype(_spec_of_rows(leaf).dtype) for leaf in leaves]
 
@@ -89,7 +92,7 @@ class StreamSource:
         return self.dataset.batch(1).element_spec
 
     def batches(self, plan: ShardPlan, numbers: tuple[int, ...], start, log, watched=None):
-        """Returns a dataset of steps: number of rows, and each replica's rows and weights."""
+        """Returns the same; `watched` is a function of the dataset of batches of all rows."""
         first_rows = None
         if plan.remainder == "repeat_first":
             first = self.dataset.repeat().take(plan.num_replicas).batch(plan.num_replicas)

@@ -65,7 +65,8 @@ class BatchComparison:
                 f"others would come twice or never. Received: {place} the labels on {worker} "
                 f"differ from those on other workers. {_ADVICE}"
             )
-        if _differ(strategy, inputs) and not self._has_warned:
+        # All workers find the same, and so look alike often.
+        if not self._has_warned and _differ(strategy, inputs):
             self._has_warned = True
             warnings.warn(
                 f"Workers read different inputs: {place} those on {worker} differ from those on "
