@@ -90,10 +90,8 @@ def measure(layers: int, units: int, seconds: float, is_ahead: bool) -> dict:
         `seconds` of the step in the middle, of the slowest worker, and the largest peak of a
         worker's memory in `bytes`.
     """
-    # Without oneDNN's copies of weights; what is freed is given back at once.
-    environ = {"TF_ENABLE_ONEDNN_OPTS": "0", "MALLOC_MMAP_THRESHOLD_": "1000000"}
     given = f"[{layers}, {units}, {seconds}, {str(is_ahead).lower()}]"
-    seen = run_on_workers(["-c", _WORKER, given], 2, ["--mpi"], environ)
+    seen = run_on_workers(["-c", _WORKER, given], 2, ["--mpi"])
     return {
         "seconds": max(statistics.median(each["seconds"]) for each in seen),
         "bytes": max(each["bytes"] for each in seen),

@@ -65,7 +65,7 @@ def run_on_workers(
         flags: More flags of the launcher.
         environ: Environment variables beside those of this process.
     """
-    flags = [f"--num_workers={num_workers}", *flags, "--allocator=default"]
+    flags = [f"--num_workers={num_workers}", *flags]
     return run_together([launch(flags, [sys.executable, *program])], environ)
 
 

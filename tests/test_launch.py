@@ -762,7 +762,10 @@ def test_a_progress_bar_is_shown_while_it_grows_and_is_not_kept(tmp_path, monkey
 
 SHOW = """
 import json, os, sys
-names = ("MALLOC_MMAP_MAX_", "TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
+names = (
+    *("MALLOC_MMAP_MAX_", "TF_CPU_ALLOCATOR_USE_BFC"),
+    *("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"),
+)
 shown = [sorted(os.sched_getaffinity(0)), *(os.environ.get(name) for name in names)]
 index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 open(f"{sys.argv[1]}/{index}.json", "w").write(json.dumps(shown))
@@ -787,7 +790,7 @@ def test_workers_divide_the_cores_and_keep_their_memory(tmp_path):
     parts = [part_of(cores, place, 2) for place in range(2)]
     threads = [str(len(part)) for part in parts]
     assert shown_by_workers(tmp_path, pin=True) == [
-        [part, "0", number, number] for part, number in zip(parts, threads)
+        [part, "0", "true", number, number] for part, number in zip(parts, threads)
     ]
 
 
@@ -795,13 +798,15 @@ def test_workers_divide_the_cores_and_keep_their_memory(tmp_path):
 def test_each_can_be_switched_off(tmp_path):
     cores = sorted(os.sched_getaffinity(0))
     shown = shown_by_workers(tmp_path, threads=0, allocator="default")
-    assert shown == [[cores, None, None, None]] * 2
+    assert shown == [[cores, None, None, None, None]] * 2
 
 
 @pytest.mark.usefixtures("no_threads")
-def test_threads_that_the_user_has_set_stay(tmp_path, monkeypatch):
+def test_variables_of_the_user_stay_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.setenv("TF_CPU_ALLOCATOR_USE_BFC", "false")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert [worker[2:] for worker in shown_by_workers(tmp_path, threads=3)] == [["3", "7"]] * 2
+    shown = shown_by_workers(tmp_path, threads=3)
+    assert [each[1:] for each in shown] == [["0", "false", "3", "7"]] * 2
 
 
 SHOW_GPUS = 'import os; print("gpus", os.environ.get("CUDA_VISIBLE_DEVICES"))'

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tfmulti.cluster import gpus, schedulers
 from tfmulti.cluster.network import address_fault, split_address
-from tfmulti.runtime import console, processes
+from tfmulti.runtime import console, memory, processes
 from tfmulti.settings import check_settings, setting
 
 ALLOCATORS = ("keep", "default")
@@ -22,11 +22,13 @@ CORES = "TFMULTI_CORES"
 """The cores to which the supervisor pins its worker, such as `0,1`."""
 
 # With these, glibc uses no mmap and returns no memory: large gradients reuse existing pages. glibc
-# reads them when a process starts.
+# reads them when a process starts. TensorFlow takes tensors from regions of its own, where smaller
+# ones do not lie between large ones: malloc grew with each gap that was too small for the next.
 _KEEP = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "100000000000",
     "MALLOC_TOP_PAD_": "268435456",
+    "TF_CPU_ALLOCATOR_USE_BFC": "true",
 }
 _THREADS = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
 
@@ -233,6 +235,8 @@ def find_host_index(
 def variables_of(config: LaunchConfig, local_index: int, num_here: int) -> Mapping[str, str]:
     """Returns the environment variables of a worker that divide the machine.
 
+    Those that are set in this process, by its user, stay as they are.
+
     Args:
         config: The job.
         local_index: The worker's place among those of this machine, from 0.
@@ -240,13 +244,16 @@ def variables_of(config: LaunchConfig, local_index: int, num_here: int) -> Mappi
     """
     mine = part_of(sorted(os.sched_getaffinity(0)), local_index, num_here)
     chosen = {}
-    if config.pin:
-        chosen[CORES] = ",".join(str(core) for core in mine)
     threads = len(mine) if config.threads is None else config.threads
     if threads:
-        chosen |= {name: str(threads) for name in _THREADS if name not in os.environ}
+        chosen |= dict.fromkeys(_THREADS, str(threads))
     if config.allocator == "keep":
-        chosen |= _KEEP
+        # The default limit is 64 GiB.
+        limit = max(1, memory.available() >> 20)
+        chosen |= {**_KEEP, "TF_CPU_BFC_MEM_LIMIT_IN_MB": str(limit)}
+    chosen = {name: value for name, value in chosen.items() if name not in os.environ}
+    if config.pin:
+        chosen[CORES] = ",".join(str(core) for core in mine)
     return chosen
 
 
