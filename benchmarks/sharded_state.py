@@ -5,8 +5,9 @@
 Where PyTorch is installed, its DistributedDataParallel, ZeroRedundancyOptimizer and FSDP2 train the
 same model on gloo, in the same rounds.
 
-"of copies'" is a worker's peak in proportion to that of workers with a copy each, and "of slots x
-(1-1/N)" the memory that is saved in proportion to the slots that N workers need not repeat.
+"of copies'" is a worker's peak in proportion to that of workers with a copy each, and "beyond the
+process" the same of what they hold beyond the process before the model; "of slots x (1-1/N)" is the
+memory that is saved in proportion to the slots that N workers need not repeat.
 
 Bytes are those that the loopback device counts, in runs of their own in which MPI uses TCP; other
 programs that use it meanwhile are counted too.
@@ -68,6 +69,7 @@ COLUMNS = (
     "peak of a worker, MB",
     "before the model",
     "of copies'",
+    "beyond the process",
     "less, MB",
     "of slots x (1-1/N)",
     "step, s",
@@ -213,7 +215,7 @@ def main() -> None:
     table = Table(*COLUMNS, title=title)
     for way in ways:
         table.add_row(*describe_way(way, runs, sent[way], given.num_workers))
-    Console(width=140).print(table)
+    Console(width=150).print(table)
 
 
 def describe_way(way: tuple, runs: Sequence[Mapping], sent: float, num_workers: int) -> list[str]:
@@ -221,6 +223,8 @@ def describe_way(way: tuple, runs: Sequence[Mapping], sent: float, num_workers: 
     communication, shard = way
     copies = communication, None
     peaks = [run[way]["bytes"] / run[copies]["bytes"] for run in runs]
+    models = [{each: run[each]["bytes"] - run[each]["before"] for each in run} for run in runs]
+    beyond = [run[way] / run[copies] for run in models]
     less = [(run[copies]["bytes"] - run[way]["bytes"]) / 1e6 for run in runs]
     ratios = [run[way]["seconds"] / run[copies]["seconds"] for run in runs]
     slots = median(runs, way, "slots")
@@ -232,6 +236,7 @@ def describe_way(way: tuple, runs: Sequence[Mapping], sent: float, num_workers: 
         f"{median(runs, way, 'bytes') / 1e6:.0f}",
         f"{median(runs, way, 'before') / 1e6:.0f}",
         spread(peaks, ".0%"),
+        spread(beyond, ".0%"),
         spread(less, ".0f"),
         spread([each / saved for each in less], ".0%"),
         f"{median(runs, way, 'seconds'):.2f}",
