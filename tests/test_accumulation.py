@@ -39,7 +39,17 @@ def weights_of(model):
     return np.concatenate([weight.ravel() for weight in model.get_weights()])
 
 
+def clipping_each_step():
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)
+    plain = optimizer.apply
+    optimizer.apply = lambda grads, variables=None: plain(
+        [tf.clip_by_norm(grad, 0.05) for grad in grads], variables
+    )
+    return optimizer
+
+
 OPTIMIZERS = {
+    "an apply of the object's own": clipping_each_step,
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3),
     "clipped": lambda: keras.optimizers.AdamW(
         0.01, global_clipnorm=0.1, gradient_accumulation_steps=3

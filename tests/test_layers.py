@@ -42,6 +42,54 @@ def test_moving_statistics_are_the_same_on_all_replicas(synchronized, num_replic
             np.testing.assert_array_equal(values[0], other)
 
 
+def fit_arrays(num_replicas, layers, x, y):
+    keras.utils.set_random_seed(0)
+    strategy = create_strategy(num_replicas)
+    with strategy.scope():
+        layers = [keras.Input(x.shape[1:], dtype=x.dtype), *layers(), keras.layers.Dense(1)]
+        model = keras.Sequential(layers)
+        model.compile("sgd", keras.losses.BinaryCrossentropy(from_logits=True))
+    model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+    return model
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_the_variance_around_a_large_mean_is_that_of_one_device(num_replicas):
+    x = np.random.RandomState(0).normal(19000, 1, (43, 3)).astype("float32")
+    y = (x[:, :1] > 19000).astype("float32")
+    norms = [keras.layers.BatchNormalization(synchronized=value) for value in (False, True)]
+    fit_arrays(1, lambda: norms[:1], x, y)
+    fit_arrays(num_replicas, lambda: norms[1:], x, y)
+    for name in ("moving_mean", "moving_variance"):
+        one, all_rows = (np.asarray(getattr(norm, name)) for norm in norms)
+        np.testing.assert_allclose(all_rows, one, rtol=1e-5)
+
+
+def masked_steps():
+    yield keras.layers.Masking()
+    # A row of zeros has no deviation to divide by.
+    yield keras.layers.LayerNormalization(epsilon=0.0)
+    yield keras.layers.BatchNormalization(synchronized=True)
+    yield keras.layers.Flatten()
+
+
+def mean_of_masked_steps():
+    yield keras.layers.Masking()
+    # All steps of a row of zeros are masked.
+    yield keras.layers.GlobalAveragePooling1D()
+    yield keras.layers.Dense(4)
+    yield keras.layers.BatchNormalization(synchronized=True)
+
+
+@pytest.mark.parametrize("layers", [masked_steps, mean_of_masked_steps])
+def test_a_dummy_row_that_is_not_a_number_leaves_other_replicas_alone(layers):
+    x = np.random.RandomState(0).randn(33, 3, 4).astype("float32")
+    y = (x[:, 0, :1] > 0).astype("float32")
+    one, two = (fit_arrays(number, layers, x, y).get_weights() for number in (1, 2))
+    for expected, weights in zip(one, two):
+        np.testing.assert_allclose(weights, expected, atol=1e-6)
+
+
 def masks_of(num_replicas):
     optimizer = distributed
     strategy = create_strategy(num_replicas)

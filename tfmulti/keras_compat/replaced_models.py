@@ -14,7 +14,6 @@ from keras.src.losses import loss as keras_loss
 
 from tfmulti.keras_compat import replaced_calls, replacement
 from tfmulti.keras_compat.batch_sizes import batch_sizes_of
-from tfmulti.keras_compat.reference import computes_like_one_device
 from tfmulti.runtime.scoped import with_attributes
 
 # The number of rows of arrays with which a model is built and verified: more where they are small.
@@ -232,67 +231,6 @@ def _build_by_call(model, strategy, batch):
         elif optimizer is not None and not optimizer.built and model.trainable_variables:
             # Not in the step: creating slots of several replicas in a trace fails.
             optimizer.build(model.trainable_variables)
-
-
-def count_replica_rows_in_moments(original, current_replica_batch):
-    """Excludes the dummy row of an empty replica batch from synchronized batch statistics.
-
-    Where a replica computes like one device, nothing is reduced, so it can be in a branch.
-
-    Args:
-        original: Keras's own function.
-        current_replica_batch: Function that returns the replica batch of the current step, or None.
-    """
-
-    def moments(x, axes, keepdims):
-        replica_batch = current_replica_batch()
-        context = tf.distribute.get_replica_context()
-        is_one = context is not None and computes_like_one_device(context.strategy)
-        has_dummy_row = replica_batch is not None and replica_batch.may_be_empty
-        if context is None or not (is_one or has_dummy_row):
-            return original(x, axes, keepdims)
-        keep = functools.partial(tf.reduce_sum, axis=axes, keepdims=True)
-        sums = [keep(x), keep(tf.square(x)), keep(tf.ones_like(x))]
-        if not is_one:
-            sums = [replica_batch.zero_if_empty(value) for value in sums]
-            # One all-reduce, where Keras makes three.
-            sums = context.all_reduce("SUM", sums)
-        total, squares, count = sums
-        mean = tf.math.divide_no_nan(total, count)
-        variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
-        if keepdims:
-            return mean, variance
-        return tf.squeeze(mean, axes), tf.squeeze(variance, axes)
-
-    return moments
-
-
-def count_masks_of_all_replicas(original, current_replica_batch):
-    """Makes synchronized batch normalization with a mask count the valid steps of all replicas.
-
-    Args:
-        original: Keras's own method.
-        current_replica_batch: Function that returns the replica batch of the current step, or None.
-    """
-
-    def moments(self, inputs, mask):
-        replica_batch, context = current_replica_batch(), tf.distribute.get_replica_context()
-        several = context is not None and context.num_replicas_in_sync > 1
-        if mask is None or not self.synchronized or replica_batch is None or not several:
-            return original(self, inputs, mask)
-        valid = tf.cast(mask, inputs.dtype)[..., None] * tf.ones_like(inputs)
-        valid = replica_batch.zero_if_empty(valid)
-        keep = functools.partial(tf.reduce_sum, axis=self._reduction_axes, keepdims=True)
-        masked = tf.where(valid > 0, inputs, tf.zeros_like(inputs))
-        total, count = context.all_reduce("SUM", [keep(masked), keep(valid)])
-        # Keras's own formula under a mask. It needs the mean first, and so a second all-reduce.
-        count += keras.backend.epsilon()
-        mean = total / count
-        apart = tf.where(valid > 0, inputs - mean, tf.zeros_like(inputs))
-        variance = context.all_reduce("SUM", keep(tf.square(apart))) / count
-        return tf.squeeze(mean), tf.squeeze(variance)
-
-    return moments
 
 
 def clear_gradients_of_masked_steps(original):

@@ -15,6 +15,7 @@ from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.ops import custom_gradient
 
 from tfmulti.keras_compat import (
+    batch_statistics,
     held,
     lookups,
     replaced_calls,
@@ -235,8 +236,9 @@ _LAYERS = (
     scope_entry(
         keras_nn,
         "_compute_moments_sync",
-        replaced_models.count_replica_rows_in_moments,
-        "the dummy row of an empty replica batch in synchronized batch statistics",
+        batch_statistics.of_whole_batch,
+        "synchronized batch statistics with the dummy row of an empty replica batch, and with a "
+        "variance that cancels where a mean is large",
         "test_canary_batch_statistics_count_every_row",
         needs=("current_replica_batch",),
         arguments=("x", "axes", "keepdims"),
@@ -244,7 +246,7 @@ _LAYERS = (
     scope_entry(
         keras.layers.BatchNormalization,
         "_moments",
-        replaced_models.count_masks_of_all_replicas,
+        batch_statistics.of_all_masks,
         "synchronized batch statistics that are each replica's own under a mask",
         "test_canary_masked_batch_statistics_are_each_replicas_own",
         needs=("current_replica_batch",),

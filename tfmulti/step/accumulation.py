@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks
-from tfmulti.step import finite, gradients
+from tfmulti.step import apply, finite, gradients
 
 
 def defers_reduction(model: keras.Model | None) -> bool:
@@ -35,6 +35,9 @@ def defers_reduction(model: keras.Model | None) -> bool:
     if hasattr(optimizer, "inner_optimizer") or finite.guard_of(optimizer) is not None:
         return False
     if marks.KEEPS_WHOLE_SUMS.get(model):
+        return False
+    # One of the user's own may clip the gradients of each step.
+    if not apply.is_stock(optimizer):
         return False
     return not keras_compat.has_custom_step(model, "train")
 

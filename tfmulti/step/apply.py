@@ -34,3 +34,9 @@ def original(optimizer: keras.optimizers.Optimizer):
     """Returns the `apply` below tfmulti's: one that the user has set, or that of the class."""
     own = marks.OWN_APPLY.get(optimizer)
     return types.MethodType(type(optimizer).apply, optimizer) if own is None else own
+
+
+def is_stock(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether an optimizer's update is Keras's own; a method may be set on the object too."""
+    methods = optimizer.apply, original(optimizer), optimizer.apply_gradients
+    return all(keras_compat.is_stock(each, "tfmulti") for each in methods)

@@ -321,11 +321,11 @@ def only_update_reads_gradients(model: keras.Model) -> bool:
     # A step, logs or an optimizer of the user's own may read the gradients, as for their norm.
     if keras_compat.has_custom_step(model, "train"):
         return False
-    parts = [type(model).compute_metrics]
-    for each in (optimizer, keras_compat.inner_optimizer(optimizer)):
-        # Methods too, which may have been replaced in the object.
-        parts += [type(each), each.apply, apply.original(each), each.apply_gradients]
-    return all(keras_compat.is_stock(part, "tfmulti") for part in parts)
+    both = optimizer, keras_compat.inner_optimizer(optimizer)
+    parts = [type(model).compute_metrics, *map(type, both)]
+    return all(keras_compat.is_stock(part, "tfmulti") for part in parts) and all(
+        map(apply.is_stock, both)
+    )
 
 
 def is_unreduced(variable) -> bool:
