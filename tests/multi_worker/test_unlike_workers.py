@@ -6,6 +6,7 @@ import pytest
 
 PROGRAM = Path(__file__).parent / "unlike_worker.py"
 SAME_MODEL = "All workers must train the same model"
+SAME_START = "All workers must begin with the same weights and states of layers"
 SAME_WEIGHTS = "All workers must have the same weights and learning rates"
 
 
@@ -22,6 +23,9 @@ def assert_places(told, who, alone, others):
         ("slope", SAME_MODEL, "worker 1 differs from the first worker in layer 5 (LeakyReLU)"),
         ("order", SAME_MODEL, "in layer 2 (Dense), layer 3 (Dense)"),
         ("words", SAME_MODEL, "from the first worker in layer 2 (StringLookup)"),
+        ("statistics", SAME_START, "on worker 1: normalization/mean, normalization/variance"),
+        ("frozen weights", SAME_START, "on worker 1: sequential/dense_1/kernel"),
+        ("rows of a table", SAME_START, "on worker 1: sequential/dense_2/kernel"),
         ("loss", SAME_MODEL, "from the first worker in loss"),
         ("rate", SAME_WEIGHTS, "learning rates ([0.5] here), after epoch 1"),
         ("weights", SAME_WEIGHTS, "in its weights, after epoch 1"),
@@ -86,7 +90,9 @@ def test_other_inputs_with_the_same_labels_are_warned_of(run_workers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["plain", "python alike", "python unshuffled", "same words"])
+@pytest.mark.parametrize(
+    "case", ["plain", "python alike", "python unshuffled", "same words", "same state"]
+)
 def test_plain_data_of_one_order_are_trained_on(run_workers, case):
     assert all("trained" in each for each in run_workers(2, [PROGRAM, case]))
 

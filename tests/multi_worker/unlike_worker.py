@@ -18,6 +18,7 @@ from tfmulti.strategies import program_order
 # Also imported where doctests are collected, outside of a job.
 CASE = sys.argv[-1]
 IS_CHIEF = json.loads(os.environ.get("TF_CONFIG") or "{}").get("task", {}).get("index", 0) == 0
+STATES = ("statistics", "frozen weights", "rows of a table", "same state")
 DATA = np.random.RandomState(2).randn(8, 4).astype("float32")
 
 
@@ -129,6 +130,8 @@ class OneByOne(keras.Model):
 def build():
     if CASE.endswith("words"):
         return of_words()
+    if CASE in STATES:
+        return with_state()
     if CASE == "gradients":
         given = keras.Input((4,))
         return OneByOne(given, keras.layers.Dense(1)(keras.layers.Dense(2048)(given)))
@@ -141,6 +144,20 @@ def build():
     hidden = keras.layers.LeakyReLU(0.1 if here("slope") else 0.2)(keras.layers.Add()(branches))
     hidden = keras.layers.Dropout(0.1)(hidden)
     return keras.Model(given, keras.layers.Dense(1)(hidden))
+
+
+def with_state():
+    """Its statistics and its frozen weights are what each worker has made of them."""
+    scale, frozen = keras.layers.Normalization(), keras.layers.Dense(4, trainable=False)
+    scale.adapt(np.arange(32.0).reshape(8, 4) * (2 if here("statistics") else 1))
+    table = keras.layers.Dense(3000)
+    model = keras.Sequential([keras.Input((4,)), scale, frozen, table, keras.layers.Dense(1)])
+    if here("frozen weights"):
+        frozen.set_weights([2 * each for each in frozen.get_weights()])
+    if here("rows of a table"):
+        kernel, bias = table.get_weights()
+        table.set_weights([np.concatenate([kernel[:-1], -kernel[-1:]]), bias])
+    return model
 
 
 def of_words():

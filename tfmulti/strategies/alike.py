@@ -37,6 +37,9 @@ _LEFT_OUT = ("seed", "name", "shared_object_id")
 _COUNTER = re.compile(r"_\d+(?=[\"/])")
 # The entries of a variable that are compared: an update changes most of them.
 _MOST_ENTRIES = 4096
+# A variable is compared by its projection on a fixed direction, to this part of its length: the
+# statistics of `adapt` are computed by each worker, and round as its processor does.
+_DIRECTION, _APART = np.random.RandomState(0).randn(4096).astype("float32"), 1e-4
 # Of arrays so many numbers are compared, of a row only the first ones, to this part of the largest.
 _MOST_NUMBERS, _FIRST_NUMBERS, _CLOSE = 256, 16, 1e-3
 _DATA = ("x", "y", "sample_weight", "validation_data")
@@ -288,6 +291,10 @@ class SameOnAllWorkers(keras.callbacks.Callback):
         super().__init__()
         self._epoch = "before the first epoch"
 
+    def on_train_begin(self, logs=None):
+        """Compares all weights, of layers that are not trained too; a collective."""
+        _refuse_other_weights(self.model, self.model.distribute_strategy)
+
     def on_epoch_begin(self, epoch, logs=None):
         """Compares what the callbacks of the epoch before have left; a collective."""
         self._compare("the beginning of an epoch")
@@ -339,6 +346,45 @@ def _number_of_weights(model, strategy) -> int:
         # There are several kinds of NaN.
         number = _crc(np.where(some == some, some, 0), number)
     return number
+
+
+def _refuse_other_weights(model, strategy):
+    """Raises ValueError where a weight, or a layer's state, is not the chief's.
+
+    Only their creation gives all workers the chief's values: `adapt`, `set_weights` and
+    `load_weights` do what the program of each worker says.
+    """
+    compared = [v for v in model.weights if v.dtype.startswith(("float", "bfloat"))]
+    compared = [v for v in compared if getattr(v, "synchronization", "") != "on_read"]
+    if local_steps.num_pending(model) or any(hasattr(v, "is_here") for v in model.weights):
+        compared = []
+    own = np.array([_projection(variable) for variable in compared])
+    chiefs = receive_from_chief(strategy, [own], coordination.broadcast)
+    apart = np.abs(own - chiefs[0]) > _APART if chiefs is not None else [True] * len(own)
+    differing = [variable.path for variable, is_apart in zip(compared, apart) if is_apart]
+    _, most = coordination.min_and_max(strategy, len(differing))
+    if most:
+        here = f"{topology.worker_name(strategy)}: {', '.join(differing[:3])}"
+        raise ValueError(
+            "All workers must begin with the same weights and states of layers. Received: "
+            f"others than the first worker's on {here if differing else 'another worker'}. "
+            f"Load or compute them on every worker, and seed what is drawn. {_ADVICE}"
+        )
+
+
+def _projection(variable) -> float:
+    """Returns a number that changes with each entry, of a variable that is scaled to length 1."""
+    values = tf.cast(tf.reshape(tf.convert_to_tensor(variable), [-1]), tf.float32).numpy()
+    length, width = float(np.linalg.norm(values)), len(_DIRECTION)
+    if not math.isfinite(length):
+        # Such as a mask of infinite numbers.
+        values = np.nan_to_num(values, nan=0, posinf=1, neginf=-1)
+        length = float(np.linalg.norm(values))
+    whole = len(values) // width * width
+    parts = [values[:whole].reshape(-1, width) @ _DIRECTION]
+    parts.append([values[whole:] @ _DIRECTION[: len(values) - whole]])
+    parts = np.concatenate(parts).astype(float)
+    return length and float(parts @ np.cos(np.arange(len(parts)))) / length + math.log(length)
 
 
 def _crc(values: np.ndarray, start: int = 0) -> int:
