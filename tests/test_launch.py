@@ -762,10 +762,8 @@ def test_a_progress_bar_is_shown_while_it_grows_and_is_not_kept(tmp_path, monkey
 
 SHOW = """
 import json, os, sys
-names = (
-    *("MALLOC_MMAP_MAX_", "TF_CPU_ALLOCATOR_USE_BFC"),
-    *("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"),
-)
+names = ["MALLOC_MMAP_MAX_", "TF_CPU_ALLOCATOR_USE_BFC"]
+names += ["TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"]
 shown = [sorted(os.sched_getaffinity(0)), *(os.environ.get(name) for name in names)]
 index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 open(f"{sys.argv[1]}/{index}.json", "w").write(json.dumps(shown))

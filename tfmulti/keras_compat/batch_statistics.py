@@ -92,9 +92,12 @@ def _with_gradient_of_rows(replica_batch, value):
 
     A NaN of its dummy row would go to all replicas in the gradient of the all-reduce.
     """
+    # TensorFlow keeps the graph of every custom gradient for as long as the process lives.
+    if replica_batch is None or not replica_batch.may_be_empty:
+        return value
 
     @tf.custom_gradient
     def receive(value):
-        return tf.identity(value), functools.partial(_rows_of, replica_batch)
+        return tf.identity(value), replica_batch.zero_if_empty
 
     return receive(value)

@@ -18,7 +18,7 @@ def synchronize_batch_normalization(model: keras.Model) -> keras.Model:
     One device normalizes with the statistics of the whole batch; with local statistics each
     replica would train a different model. PyTorch's `SyncBatchNorm.convert_sync_batchnorm` does
     the same. Call it after the model was created, for the whole model that `fit` trains, on which a
-    later `fit` then acts; on one device of tfmulti's strategies it changes nothing.
+    later `fit` then acts; with one replica it changes nothing.
 
     Args:
         model: A model; nested layers are converted too.

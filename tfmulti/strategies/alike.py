@@ -373,7 +373,7 @@ def _refuse_other_weights(model, strategy):
 
 
 def _projection(variable) -> float:
-    """Returns a number that changes with each entry, of a variable that is scaled to length 1."""
+    """Returns a number that changes with each entry, and with the length, of a variable."""
     values = tf.cast(tf.reshape(tf.convert_to_tensor(variable), [-1]), tf.float32).numpy()
     length, width = float(np.linalg.norm(values)), len(_DIRECTION)
     if not math.isfinite(length):
@@ -384,7 +384,9 @@ def _projection(variable) -> float:
     parts = [values[:whole].reshape(-1, width) @ _DIRECTION]
     parts.append([values[whole:] @ _DIRECTION[: len(values) - whole]])
     parts = np.concatenate(parts).astype(float)
-    return length and float(parts @ np.cos(np.arange(len(parts)))) / length + math.log(length)
+    # No part is left out, as a factor near 0 would.
+    factors = 2 + np.cos(np.arange(len(parts)))
+    return length and float(parts @ factors) / length + math.log(length)
 
 
 def _crc(values: np.ndarray, start: int = 0) -> int:
