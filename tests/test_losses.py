@@ -214,6 +214,24 @@ def test_several_outputs_with_loss_weights():
     assert len(reference) == len(padded[0])
 
 
+def test_the_log_of_an_outputs_loss_that_is_not_reduced():
+    """Keras counts each row by itself there; the last batch has one row for three replicas."""
+
+    def fit(num_replicas):
+        keras.utils.set_random_seed(1)
+        with create_strategy(num_replicas).scope():
+            inputs = keras.Input((4,))
+            outputs = {name: keras.layers.Dense(1, name=name)(inputs) for name in ("a", "b")}
+            model = keras.Model(inputs, outputs)
+            losses = {"a": keras.losses.MeanSquaredError(reduction="none"), "b": "mae"}
+            model.compile("sgd", losses)
+        x, y, _ = rows()
+        logs = model.fit(x, {"a": y, "b": y}, batch_size=16, shuffle=False, verbose=0).history
+        return [logs[name][0] for name in ("a_loss", "b_loss")]
+
+    np.testing.assert_allclose(fit(3), fit(1), rtol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("remainder", ["pad", None], ids=["padded", "plain data after it"])
 def test_weights_of_rows_go_with_losses_of_one_step(remainder):

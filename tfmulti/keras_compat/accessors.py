@@ -124,9 +124,16 @@ def local_statistics(model: keras.Model) -> list[keras.Variable]:
 
 
 def output_loss_trackers(model: keras.Model) -> list[keras.metrics.Mean]:
-    """Returns the running means of the outputs' own losses, of a model with several outputs."""
-    compile_loss = getattr(model, "_compile_loss", None)
-    return [metric for metric in getattr(compile_loss, "metrics", []) if metric is not None]
+    """Returns the running means of the outputs' own losses, of a model with several outputs.
+
+    Without those of a loss that is not reduced: they count each row by itself.
+    """
+    metrics = getattr(getattr(model, "_compile_loss", None), "metrics", [])
+    # Keras creates both lists at once, in the same order.
+    pairs = zip(metrics, compiled_losses(model))
+    return [
+        metric for metric, loss in pairs if getattr(loss, "reduction", "") not in (None, "none")
+    ]
 
 
 def runs_eagerly(model: keras.Model) -> bool:
