@@ -59,7 +59,7 @@ def table_of_replacements() -> str:
         "|---|---|---|---|",
     ]
     for entry in TABLE:
-        where = entry.used.__doc__ if entry.used else f"within `{entry.within}`"
+        where = entry.applies_to.__doc__ if entry.applies_to else f"within `{entry.within}`"
         cells = [f"`{entry.target}`", entry.repairs, where.rstrip("."), f"`{entry.test}`"]
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)

@@ -12,7 +12,7 @@ import pytest
 
 from tfmulti.cluster import Cluster, environment
 from tfmulti.doctor import between_workers, cluster_settings
-from tfmulti.doctor.between_workers import Visit
+from tfmulti.doctor.visits import Visit, visit_all
 from tfmulti.rendezvous.client import Client
 from tfmulti.rendezvous.messages import find_token
 from tfmulti.rendezvous.server import Server
@@ -122,9 +122,7 @@ def visit_together(clusters, environs=None, **settings):
         threading.current_thread().name = f"visits of {index}"
         said = between_workers.describe_worker(clusters[index], [], {})
         environ = environs[index] if environs else {}
-        visits, twice = between_workers.visit_all(
-            clusters[index], said, environ=environ, **settings
-        )
+        visits, twice = visit_all(clusters[index], said, environ=environ, **settings)
         return {visit.index: visit for visit in visits}, twice
 
     with ThreadPoolExecutor(len(clusters)) as threads:
@@ -237,7 +235,7 @@ def test_a_second_worker_with_the_same_task_is_told_to_all_who_come():
     found = visit_together({0: cluster, 1: right, 2: wrong}, environs=[token] * 3, timeout_s=2.0)
     for index in range(3):
         assert found[index][1] == {1: {"127.0.0.1"}}
-    [check] = between_workers.judge_twice(cluster, found[0][1])
+    [check] = between_workers.judge_duplicate_tasks(cluster, found[0][1])
     assert (check.status, "worker 1 at" in check.detail) == ("failure", True)
 
 

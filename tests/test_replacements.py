@@ -236,7 +236,7 @@ def test_no_entry_is_used_where_nothing_is_ours(entry, monkeypatch):
     nothing = types.SimpleNamespace()
     for scope in (tf.distribute.get_strategy(), stock()):
         with scope.scope():
-            assert not entry.used(nothing, nothing)
+            assert not entry.applies_to(nothing, nothing)
 
 
 @pytest.mark.slow
@@ -364,3 +364,6 @@ def test_setup_makefile_and_documentation_name_the_versions_that_were_tried():
     pages += (root / "docs").rglob("*.md")
     named = [re.findall(r"\bKERAS ?\??= ?([0-9.]+[0-9])", page.read_text()) for page in pages]
     assert {each for found in named for each in found} == {f"{table.TRIED['keras'][0]}.0"}
+    tried = " to ".join(table.TRIED["keras"])
+    for page in ("README.md", "CHANGELOG.md"):
+        assert f"Keras {tried}" in (root / page).read_text()

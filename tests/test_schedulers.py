@@ -341,7 +341,7 @@ def test_the_last_tasks_of_a_step_are_parameter_servers():
 def test_the_chief_and_the_servers_of_a_step_take_no_gpus():
     environ = {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_ON_NODE": "2", "TFMULTI_NUM_PS": "1"}
     tasks = steps(["a"], "a", "4", [4], **environ)
-    assert [resolve(each, servers=True).visible_gpus for each in tasks] == ["", "0", "1", ""]
+    assert [resolve(each, servers=True).visible_gpus for each in tasks] == ["-1", "0", "1", "-1"]
 
 
 def test_the_last_pods_of_a_job_and_the_last_host_of_sagemaker_are_parameter_servers():

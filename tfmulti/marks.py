@@ -56,7 +56,7 @@ UPDATES_ALIKE = Mark("updates_alike", False)
 HAS_LOCAL_SUMS = Mark("has_local_sums", False)
 """Whether each replica accumulates gradients of its own."""
 SETTLING = Mark("settling", ((), None))
-"""Its sums of gradients, and the function that gives every replica the sum of all."""
+"""Its accumulated gradients, and the function that adds them over all replicas."""
 SETTLED_AT = Mark("settled_at")
 """After how many steps every replica was last given the sum of all; see `step.accumulation`."""
 

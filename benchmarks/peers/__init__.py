@@ -22,7 +22,7 @@ peer = functools.partial(
     is_peer=True,
     not_on=("own",),
 )
-"""Returns a kind of a peer, which accepts only commands to take steps."""
+"""Creates the `Kind` of another framework, which supports training steps only."""
 
 
 def torch_environments(count: int) -> tuple[dict[str, str], ...]:

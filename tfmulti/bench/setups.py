@@ -34,8 +34,8 @@ class Kind:
         launch_flags: More flags for the launcher.
         calls_of_several: Whether it is measured with several steps a call too, and its step is
             divided into parts.
-        long_order: More words of the order of a long block; None where there is none.
-        baseline: The kind whose one replica is that against which its speed-up is.
+        long_order: Extra arguments for the long measurement; None if it is not measured.
+        baseline: Its speed-up is relative to this kind on one replica.
         not_on: Workloads on which it is not measured.
         is_peer: Whether it is another project's: it may not run, and takes only steps.
     """

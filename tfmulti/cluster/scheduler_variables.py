@@ -119,10 +119,6 @@ def single_worker(source: str) -> Cluster:
     return Cluster({"worker": [f"127.0.0.1:{port}"]}, "worker", 0, source)
 
 
-NO_GPUS = ""
-"""What CUDA_VISIBLE_DEVICES must be for a task that computes no steps."""
-
-
 def check_num_ps(num_ps: int | None, strategy: str) -> None:
     """Raises ValueError for an invalid `num_ps`, and with a strategy that has no servers.
 

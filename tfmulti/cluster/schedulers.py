@@ -159,7 +159,7 @@ def find_in_sagemaker(environ: Mapping[str, str], num_ps: int = 0) -> Cluster | 
 
 
 class Scheduler(NamedTuple):
-    """A scheduler that gives its tasks no roles.
+    """A scheduler whose tasks all start alike, without a role such as worker or server.
 
     Attributes:
         name: Its name in messages, the `source` of its clusters.

@@ -70,7 +70,7 @@ def find_in_slurm(environ: Mapping[str, str], num_ps: int = 0) -> Cluster | None
         )
     index = sum(tasks[:host]) + place
     workers = scheduler_variables.list_addresses(hosts, tasks, first_port(environ, hosts, tasks))
-    visible_gpus = scheduler_variables.NO_GPUS
+    visible_gpus = gpus.NO_GPU
     if scheduler_variables.is_worker(index, len(workers), num_ps):
         names = [name for name, count in zip(hosts, tasks) for _ in range(count)]
         with_gpus = [

@@ -26,7 +26,7 @@ from tfmulti.hardware.gpus import Driver, Gpu, count_on_bus, find_visible, read_
 from tfmulti.runtime import console, processes
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-NO_GPU = "no NVIDIA GPU here"
+_NONE_HERE = "no NVIDIA GPU here"
 _WHEELS = "tensorflow[and-cuda]"
 _BUSY = 0.1
 _MEMORY_DIFFERENCE = 0.02
@@ -80,7 +80,7 @@ def check_driver(driver: Driver) -> Check:
         text = f"{console.count(driver.on_bus, 'NVIDIA GPU')} on the PCI bus, and {driver.fault}"
         hint = "Install NVIDIA's driver; in a container, start it with --gpus all."
         return Check(name, WARNING, text, hint)
-    return Check(name, UNKNOWN, f"{NO_GPU}: {driver.fault}, and none is on the PCI bus")
+    return Check(name, UNKNOWN, f"{_NONE_HERE}: {driver.fault}, and none is on the PCI bus")
 
 
 def explain_visible(value: str | None, gpus: Sequence[Gpu]) -> tuple[list[int], str]:
@@ -107,7 +107,7 @@ def check_visible(value: str | None, indices: list[int], fault: str, count: int)
         return Check(VISIBLE, OK, "not set: programs get every GPU of this host")
     text = f'"{value}": programs get {len(indices)} of {console.count(count, "GPU")}'
     if not count:
-        return Check(VISIBLE, UNKNOWN, f'"{value}", and {NO_GPU}')
+        return Check(VISIBLE, UNKNOWN, f'"{value}", and {_NONE_HERE}')
     if fault:
         numbers = f"numbers from 0 to {count - 1}, separated by commas" if count > 1 else "0"
         hint = f"Write {numbers}, or unset {VISIBLE}."
@@ -157,7 +157,7 @@ def check_equal(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Check:
     """Checks that all GPUs are of one model with the same memory."""
     name = "GPUs alike"
     if not gpus:
-        return Check(name, UNKNOWN, NO_GPU)
+        return Check(name, UNKNOWN, _NONE_HERE)
     models = {gpu.name for gpu in gpus}
     sizes = [gpu.memory_mib for gpu in gpus if gpu.memory_mib]
     text = ", ".join(f"{gpu.index}: {gpu.name}{_memory(gpu)}" for gpu in gpus)
@@ -179,7 +179,7 @@ def check_free(gpus: Sequence[Gpu]) -> Check:
     name = "memory of the GPUs"
     known = [gpu for gpu in gpus if gpu.memory_mib and gpu.used_mib is not None]
     if not known:
-        return Check(name, UNKNOWN, NO_GPU if not gpus else "the driver does not tell")
+        return Check(name, UNKNOWN, _NONE_HERE if not gpus else "the driver does not tell")
     used = [gpu for gpu in known if gpu.used_mib > _BUSY * gpu.memory_mib]
     if used:
         text = ", ".join(f"GPU {g.index}: {g.used_mib} of {g.memory_mib} MiB used" for g in used)
@@ -192,7 +192,7 @@ def check_modes(gpus: Sequence[Gpu]) -> Check:
     """Looks for GPUs in exclusive mode, or partitioned GPUs."""
     name = "modes of the GPUs"
     if not any(gpu.compute_mode for gpu in gpus):
-        return Check(name, UNKNOWN, NO_GPU if not gpus else "the driver does not tell")
+        return Check(name, UNKNOWN, _NONE_HERE if not gpus else "the driver does not tell")
     odd = [
         f"GPU {gpu.index}: {gpu.compute_mode}"
         for gpu in gpus
@@ -213,7 +213,7 @@ def check_pcie(gpus: Sequence[Gpu]) -> Check:
     name = "PCIe"
     known = [gpu for gpu in gpus if gpu.width and gpu.width_max]
     if not known:
-        return Check(name, UNKNOWN, NO_GPU if not gpus else "the driver does not tell")
+        return Check(name, UNKNOWN, _NONE_HERE if not gpus else "the driver does not tell")
     links = [
         f"GPU {gpu.index}: generation {gpu.gen} of {gpu.gen_max}, {gpu.width} of "
         f"{gpu.width_max} lanes"
@@ -232,7 +232,7 @@ def check_nvlink(gpus: Sequence[Gpu]) -> Check:
     """Checks the NVLinks of all GPUs."""
     name = "NVLink"
     if not gpus:
-        return Check(name, UNKNOWN, NO_GPU)
+        return Check(name, UNKNOWN, _NONE_HERE)
     # Of an unknown speed is not 0.0.
     active = [[speed for speed in gpu.nvlinks if speed != 0.0] for gpu in gpus]
     if not any(active):
@@ -253,7 +253,7 @@ def check_topology(driver: Driver) -> Check:
     """Checks the paths between all GPUs."""
     name, count = "topology of the GPUs", len(driver.gpus)
     if count < 2:
-        return Check(name, OK, "one GPU") if count else Check(name, UNKNOWN, NO_GPU)
+        return Check(name, OK, "one GPU") if count else Check(name, UNKNOWN, _NONE_HERE)
     if not driver.paths:
         return Check(name, UNKNOWN, "the driver does not tell")
     pairs = Counter(driver.paths.values())

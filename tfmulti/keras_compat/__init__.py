@@ -39,8 +39,10 @@ from tfmulti.keras_compat.held import (
     own_state, own_weights, put_on,
 )
 from tfmulti.keras_compat.replaced_calls import (
-    distributed_dataset_of, feed_of, follow_position, has_own_function, number_of_batches,
-    own_function_error, set_number_of_batches,
+    has_own_function, own_function_error,
+)
+from tfmulti.keras_compat.replaced_data import (
+    distributed_dataset_of, feed_of, follow_position, number_of_batches, set_number_of_batches,
 )
 from tfmulti.keras_compat.replaced_models import (
     MAX_BYTES, MAX_ROWS, around_call_of, gather_local, means_updated_by,

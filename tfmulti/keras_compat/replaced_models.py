@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.losses import loss as keras_loss
 
-from tfmulti.keras_compat import replaced_calls, replacement
+from tfmulti.keras_compat import replaced_data, replacement
 from tfmulti.keras_compat.batch_sizes import batch_sizes_of
 from tfmulti.runtime.scoped import with_attributes
 
@@ -151,7 +151,7 @@ def _batch_to_build_from(epoch_iterator):
         return None
     is_known = all(leaf.shape[1:].is_fully_defined() for leaf in own)
     adapter = epoch_iterator.data_adapter
-    batch = None if is_known else replaced_calls.first_of_copy(getattr(adapter, "_dataset", None))
+    batch = None if is_known else replaced_data.first_of_copy(getattr(adapter, "_dataset", None))
     if batch is not None:
         return batch
     counts = (batch_sizes_of(epoch_iterator) or [(None,)])[0]
@@ -180,7 +180,7 @@ def _peek(epoch_iterator):
     if hasattr(adapter, "py_dataset"):
         batch = adapter._standardize_batch(adapter.py_dataset[0])
         return tf.nest.map_structure(tf.convert_to_tensor, batch)
-    batch = replaced_calls.first_of_copy(getattr(adapter, "_dataset", None))
+    batch = replaced_data.first_of_copy(getattr(adapter, "_dataset", None))
     if batch is not None:
         return batch
     for _, _, iterator in epoch_iterator:

@@ -242,8 +242,8 @@ class Replacement:
         name: The function's name.
         make: Function of the original, and of the functions that `needs` names, that returns the
             new function. None if a context manager replaces it temporarily.
-        used: Function of the arguments that returns whether one of our strategies is in use; its
-            docstring says where that is.
+        applies_to: Whether the replacement acts on these arguments; its docstring is shown on the
+            page of replacements. None if a context manager replaces the function temporarily.
         repairs: The error message, or the wrong result, without the replacement.
         test: The test that takes the replacement out. A canary, `test_canary_...`, fails when Keras
             and TensorFlow no longer need it; entries that serve only this package have no canary.
@@ -256,7 +256,7 @@ class Replacement:
     owner: object
     name: str
     make: Callable | None
-    used: Callable | None
+    applies_to: Callable | None
     repairs: str
     test: str
     needs: tuple[str, ...] = ()
@@ -272,7 +272,9 @@ class Replacement:
     def install(self, functions) -> None:
         """Installs it unless it is installed already; see `table.install`."""
         needed = [functions[name] for name in self.needs]
-        replace(self.owner, self.name, lambda original: self.make(original, *needed), self.used)
+        replace(
+            self.owner, self.name, lambda original: self.make(original, *needed), self.applies_to
+        )
 
 
 def model_entry(name, make, repairs, test, **more) -> Replacement:

@@ -63,9 +63,9 @@ from tensorflow.python.eager.polymorphic_function import (
 from tensorflow.python.framework import ops, registry
 from tensorflow.python.ops import resource_variable_ops
 
-from tfmulti.keras_compat import table_runs, table_steps
+from tfmulti.keras_compat import table_inside_steps, table_outside_steps
 
-TABLE = (*table_steps.ENTRIES, *table_runs.ENTRIES)
+TABLE = (*table_inside_steps.ENTRIES, *table_outside_steps.ENTRIES)
 
 
 def install(**functions: Callable) -> None:

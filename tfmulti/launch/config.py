@@ -12,14 +12,12 @@ from pathlib import Path
 
 from tfmulti.cluster import gpus, schedulers
 from tfmulti.cluster.network import address_fault, split_address
+from tfmulti.launch import supervisor
 from tfmulti.runtime import console, memory, processes
 from tfmulti.settings import check_settings, setting
 
 ALLOCATORS = ("keep", "default")
 _SLOTS = re.compile(r"slots=([1-9][0-9]{0,4})")
-
-CORES = "TFMULTI_CORES"
-"""The cores to which the supervisor pins its worker, such as `0,1`."""
 
 # With these, glibc uses no mmap and returns no memory: large gradients reuse existing pages. glibc
 # reads them when a process starts. TensorFlow takes tensors from regions of its own, where smaller
@@ -253,7 +251,7 @@ def variables_of(config: LaunchConfig, local_index: int, num_here: int) -> Mappi
         chosen |= {**_KEEP, "TF_CPU_BFC_MEM_LIMIT_IN_MB": str(limit)}
     chosen = {name: value for name, value in chosen.items() if name not in os.environ}
     if config.pin:
-        chosen[CORES] = ",".join(str(core) for core in mine)
+        chosen[supervisor.CORES] = ",".join(str(core) for core in mine)
     return chosen
 
 

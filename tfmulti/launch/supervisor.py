@@ -29,7 +29,8 @@ _SAME_REQUEST_S = 2.0
 _KILL_S = 8.0
 # Python ignores these two signals; a program that it executes would inherit that.
 _IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
-_CORES = "TFMULTI_CORES"
+# The variable with the cores to which it pins its worker, such as "0,1".
+CORES = "TFMULTI_CORES"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _NOT_FOUND = 127
 
@@ -77,7 +78,7 @@ def _start(command, lifeline) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         os.close(lifeline)
-        cores = os.environ.get(_CORES)
+        cores = os.environ.get(CORES)
         if cores:
             os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
         if os.getppid() == supervisor_pid:

@@ -48,7 +48,7 @@ class Outcome:
         name: Such as "2 replicas".
         verdict: `"equal"`, `"differs"`, `"refused"` (a ValueError) or `"failed"`.
         comparison: The differences, where it ran to its end.
-        findings: The likely causes, the first one first.
+        findings: The likely causes, the likeliest first.
         error: The error's message, where there is one.
         traceback: Where it came from.
     """

@@ -254,7 +254,7 @@ def take_gradient(
     if has_reduced() and not _unreduced.value and not is_reduction_deferred():
         replica_batch.note_reduced(g for g, summed in zip(grads, is_summed) if summed)
     # Gradients of inputs are of this replica's rows: the weight of the target is taken out.
-    inverse = weighting.sum_correction(replica_batch)
+    inverse = weighting.inverse_weight(replica_batch)
     grads = [
         g if known or g is None else _scaled(g, inverse) for g, known in zip(grads, is_variable)
     ]

@@ -19,7 +19,7 @@ from tfmulti.step import local_steps, weighting
 from tfmulti.step.rows import ReplicaBatch, as_current, current_replica_batch, distributed_batch
 
 _whole_batch = Scoped(False)
-# In a loop of the user's own, a replica batch that counts as much as every other one.
+# In a custom training loop: a replica batch with weight 1 / replicas.
 _in_loop = Scoped(None)
 # The losses that are computed in such loops, by their ids.
 _means_of_loops: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
@@ -39,19 +39,19 @@ def keep_means(scale, value):
 
 
 def of_loop(replica_batch: ReplicaBatch | None) -> contextlib.AbstractContextManager:
-    """Makes this thread compute the losses of a loop of the user's own, outside of Keras's steps.
+    """Makes this thread compute the losses of a custom training loop, outside of Keras's steps.
 
     A mean is then multiplied by its share of the numbers that all replicas average, so that the
     mean over replicas is that of one device, whatever their numbers of rows.
 
     Args:
-        replica_batch: A replica batch that counts as much as every other one; None elsewhere.
+        replica_batch: A replica batch with weight 1 / replicas; None outside of such loops.
     """
     return _in_loop.set_to(replica_batch)
 
 
 def is_loop() -> bool:
-    """Whether this thread computes the losses of a loop of the user's own; see `of_loop`."""
+    """Whether this thread computes the losses of a custom training loop; see `of_loop`."""
     return _in_loop.value is not None
 
 
@@ -128,7 +128,7 @@ def _sum_of(loss, values, replica_batch):
     if replica_batch.has_gathered_rows(values):
         # Every replica has the same sum, and the weights add up to one.
         return loss
-    return _scaled(loss, weighting.sum_correction(replica_batch))
+    return _scaled(loss, weighting.inverse_weight(replica_batch))
 
 
 def regularization_loss(scale, loss):
@@ -174,7 +174,7 @@ def _scaled(loss, factor):
 
 
 def refuse_sums_of_means(values) -> None:
-    """Raises ValueError if a loop of the user's own adds its losses over replicas.
+    """Raises ValueError if a custom training loop adds its losses over replicas.
 
     Args:
         values: The tensors of all local replicas that are to be added.

@@ -47,11 +47,11 @@ def mean_correction(count: tf.Tensor, replica_batch) -> tf.Tensor:
     """
     count = replica_batch.zero_if_empty(count)
     total = tf.distribute.get_replica_context().all_reduce("SUM", count)
-    return tf.math.divide_no_nan(count, total) * sum_correction(replica_batch)
+    return tf.math.divide_no_nan(count, total) * inverse_weight(replica_batch)
 
 
-def sum_correction(replica_batch) -> tf.Tensor:
-    """Returns 1 / w_r, a scalar; it turns the weighted sum over replicas into a sum."""
+def inverse_weight(replica_batch) -> tf.Tensor:
+    """Returns 1 / w_r, a scalar: the factor that undoes the replica's weight."""
     weight = replica_batch.weight
     return tf.math.divide_no_nan(tf.ones_like(weight), weight)
 

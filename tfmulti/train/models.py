@@ -244,17 +244,28 @@ def _base_rate(config) -> float:
     return default if config.learning_rate is None else config.learning_rate
 
 
-def _create_optimizer(config, train) -> keras.optimizers.Optimizer:
-    name = config.optimizer or "adam"
-    rate = scale_learning_rate(
-        _base_rate(config),
-        train.plan.global_batch_size * config.gradient_accumulation_steps,
+def scaled_rate(config: TrainConfig, plan, base_rate: float, *, with_warm_up: bool = True):
+    """Returns the learning rate of a run: a float, or a Keras schedule with a warm-up.
+
+    Args:
+        config: The run.
+        plan: The `ShardPlan` of the training data.
+        base_rate: The rate for a batch of `config.base_batch_size`.
+        with_warm_up: False for the rate that follows the warm-up.
+    """
+    return scale_learning_rate(
+        base_rate,
+        plan.global_batch_size * config.gradient_accumulation_steps,
         base_batch_size=config.base_batch_size,
         rule=config.learning_rate_scaling,
-        warmup_epochs=config.warmup_epochs,
-        steps_per_epoch=train.plan.steps_per_epoch,
+        warmup_epochs=config.warmup_epochs if with_warm_up else 0,
+        steps_per_epoch=plan.steps_per_epoch,
     )
-    settings = {"learning_rate": rate}
+
+
+def _create_optimizer(config, train) -> keras.optimizers.Optimizer:
+    name = config.optimizer or "adam"
+    settings = {"learning_rate": scaled_rate(config, train.plan, _base_rate(config))}
     if config.gradient_accumulation_steps > 1:
         settings["gradient_accumulation_steps"] = config.gradient_accumulation_steps
     if name == "momentum":

@@ -22,8 +22,8 @@ from tfmulti.runtime.console import count
 from tfmulti.runtime.memory import show_size
 from tfmulti.step import model_contents, owners, split_weights
 from tfmulti.strategies import coordination
+from tfmulti.train import models
 from tfmulti.train.config import TrainConfig
-from tfmulti.train.learning_rate import scale_learning_rate
 
 
 class RunSettings:
@@ -114,12 +114,8 @@ class RunSettings:
 
     def _final_rate(self) -> float | None:
         if self.base_learning_rate is not None:
-            return scale_learning_rate(
-                self.base_learning_rate,
-                self.plan.global_batch_size * self._config.gradient_accumulation_steps,
-                base_batch_size=self._config.base_batch_size,
-                rule=self._config.learning_rate_scaling,
-            )
+            rate = self.base_learning_rate
+            return models.scaled_rate(self._config, self.plan, rate, with_warm_up=False)
         if self._optimizer is None:
             return None
         rate = self._optimizer.get_config().get("learning_rate")

@@ -51,8 +51,10 @@ def explain(case: Case, found: list[Difference], clues: Clues) -> causes.Finding
     parts = custom_parts.find_custom_parts(case.model, case.kind)
     steps = [part for part in parts if part.kind == custom_parts.STEP]
     first, changed = found[0], _changes_weights(found, found[0].step)
-    unlike = case.rows.are_unequal and not case.shares_alike(case.sizes()[first.step - 1])
-    if case.kind == PREDICT and unlike:
+    has_unequal_parts = case.rows.are_unequal and not case.shares_alike(
+        case.sizes()[first.step - 1]
+    )
+    if case.kind == PREDICT and has_unequal_parts:
         return causes.find(causes.UNEQUAL, name_parts(steps or parts))
     if case.kind == PREDICT:
         begins = _parts_of(parts, origin) if origin and origin.layer else []
@@ -72,7 +74,7 @@ def explain(case: Case, found: list[Difference], clues: Clues) -> causes.Finding
     # A log, or a loss, that is computed from such a state differs with it.
     if state and (first in state or is_log or begins or any(map(_is_count, state))):
         return causes.find(causes.STATE, name_parts(holders or steps or parts))
-    if unlike:
+    if has_unequal_parts:
         return causes.find(causes.UNEQUAL, name_parts(steps or parts))
     if is_log:
         logging = [part for part in parts if part.kind == custom_parts.METRIC]

@@ -1,4 +1,4 @@
-"""The entries of the table in steps: for steps, losses, metrics, layers and optimizers."""
+"""Entries for what acts inside steps: losses, metrics, layers, random numbers and optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The entries of the table around steps: for calls, callbacks, data, remat and servers."""
+"""Entries for what acts outside of steps: calls of `fit`, callbacks, data, remat and servers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from tfmulti.keras_compat import (
     coordination,
     held,
     replaced_calls,
+    replaced_data,
     replaced_models,
     replacement,
 )
 from tfmulti.keras_compat.replaced_models import without_tuning
 from tfmulti.keras_compat.replacement import Replacement, model_entry, temporary_entry
-from tfmulti.keras_compat.table_steps import SHAPES
+from tfmulti.keras_compat.table_inside_steps import SHAPES
 
 _UNLIKE = "waiting for ever, or mixed results, if workers call different methods"
 
@@ -170,7 +171,7 @@ _DATA = (
     Replacement(
         epoch_iterator.EpochIterator,
         "_enumerate_iterator",
-        replaced_calls.only_iterators_in_use,
+        replaced_data.only_iterators_in_use,
         replacement.of_epochs,
         "a second iterator over the data in each epoch, which nobody uses",
         "test_canary_every_epoch_creates_an_iterator_that_is_not_used",
@@ -178,7 +179,7 @@ _DATA = (
     Replacement(
         array_data_adapter.ArrayDataAdapter,
         "get_tf_dataset",
-        replaced_calls.shuffled_alike,
+        replaced_data.shuffled_alike,
         replacement.shuffling,
         "rows that come twice or never in an epoch: without a seed each worker shuffles arrays in "
         "an order of its own",
