@@ -664,12 +664,12 @@ def test_whatever_ends_a_write_is_told(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_sigterm_tells_of_a_step_only_if_it_is_on_disk(small, tmp_path):
-    create, _ = small
+def test_sigterm_tells_of_a_step_only_if_it_is_on_disk(small, monkeypatch):
+    create, checkpoint = small
     model, data = create()
-    (tmp_path / "file").write_text("")
-    folder, told = tmp_path / "file" / "folder", []
-    saver = tfmulti.callbacks.Checkpoint(folder, data, print_fn=told.append)
+    saver = checkpoint(data, print_fn=(told := []).append)
+    full = unittest.mock.Mock(side_effect=OSError("full"))
+    monkeypatch.setattr(generations, "_write_files", full)
     with pytest.raises(generations.CheckpointError, match="must be written completely"):
         model.fit(data, verbose=0, callbacks=[End(1, terminate), saver])
     assert "checkpoint of step 1 not written" in told[0] and len(told) == 1
@@ -679,26 +679,29 @@ ANOTHER_RUN = """
 import fcntl, os, socket, sys
 file = open(sys.argv[1], "w")
 fcntl.lockf(file, fcntl.LOCK_EX)
-file.write(f"{sys.argv[2] or socket.gethostname()} {os.getpid()}")
+boot_id = open("/proc/sys/kernel/random/boot_id").read().strip()
+file.write(f"{socket.gethostname()} {os.getpid()} {sys.argv[2] or boot_id}")
 file.flush()
 print("here", flush=True)
 sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("host", ["", "another.host"])
-def test_a_folder_with_which_another_run_trains_is_refused(host, tmp_path, monkeypatch):
+@pytest.mark.parametrize("machine", ["", "another-machine"])
+def test_a_folder_with_which_another_run_trains_is_refused(machine, tmp_path, monkeypatch):
+    """The name of a host does not tell: each container has its own."""
     monkeypatch.setattr(folder_lock, "_PATIENCE_S", 0)
-    command = [sys.executable, "-c", ANOTHER_RUN, str(tmp_path / folder_lock.NAME), host]
+    monkeypatch.setattr(folder_lock.socket, "gethostname", lambda: "a-container")
+    command = [sys.executable, "-c", ANOTHER_RUN, str(tmp_path / folder_lock.NAME), machine]
     lock = folder_lock.FolderLock((told := []).append)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"here\n"
-        if host:
+        if machine:
             lock.take(tmp_path)
-            assert told == [f"process {other.pid} of {host} may be training with {tmp_path}, too"]
-        else:
-            with pytest.raises(generations.CheckpointError, match=f"process {other.pid} is"):
-                lock.take(tmp_path)
+            assert len(told) == 1 and f"is locked by process {other.pid} of host" in told[0]
+        for removes in (True,) if machine else (True, False):
+            with pytest.raises(generations.CheckpointError, match=f"process {other.pid} of"):
+                lock.take(tmp_path, removes=removes)
         other.kill()
     # At once, and also where this process has it: an earlier `fit` may have failed.
     lock.take(tmp_path)
@@ -723,7 +726,7 @@ def test_a_lock_whose_file_an_ending_run_removes_is_taken_anew(tmp_path, monkeyp
     monkeypatch.setattr(folder_lock, "_try_for_some_seconds", remove)
     lock = folder_lock.FolderLock(print)
     lock.take(tmp_path)
-    assert (tmp_path / folder_lock.NAME).read_text().endswith(str(os.getpid()))
+    assert f" {os.getpid()} " in (tmp_path / folder_lock.NAME).read_text()
     lock.release()
 
 
@@ -731,7 +734,8 @@ def test_a_run_holds_its_folder_until_its_fit_has_ended(small, monkeypatch):
     create, checkpoint = small
     done = []
     for name in ("take", "release"):
-        monkeypatch.setattr(folder_lock.FolderLock, name, lambda *_, name=name: done.append(name))
+        note = lambda *_, name=name, **__: done.append(name)
+        monkeypatch.setattr(folder_lock.FolderLock, name, note)
     model, data = create()
     model.fit(data, verbose=0, callbacks=[checkpoint(data)])
     assert done == ["take", "release"]
@@ -927,12 +931,35 @@ def test_the_learning_rate_is_that_of_the_optimizer_within(kind):
     assert optimizers.rates_of(model) == [None, 0.25]
 
 
-@pytest.mark.slow
-def test_a_folder_that_cannot_be_written_ends_with_an_error(tmp_path):
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(generations.CheckpointError, match="must be written completely"):
-        train(1, file / "folder")
+def test_a_folder_that_cannot_be_written_is_refused_before_training(small, tmp_path):
+    """The first checkpoint told, and the run went on: without any, at its end, it failed."""
+    create, _ = small
+    (tmp_path / "file").write_text("")
+    model, data = create()
+    before = model.get_weights()
+    saver = tfmulti.callbacks.Checkpoint(tmp_path / "file", data)
+    words = "`folder` must be a folder that can be written to. Received: .*: it is a file"
+    with pytest.raises(generations.CheckpointError, match=words):
+        model.fit(data, verbose=0, callbacks=[saver])
+    assert_same_weights(model.get_weights(), before)
+
+
+@pytest.mark.parametrize(("every_steps", "begun"), [(None, 2), (2, 3)], ids=["whole", "within"])
+def test_fewer_epochs_than_a_run_has_begun_are_refused(small, every_steps, begun):
+    """It counted as finished, with the weights of more epochs than were asked for."""
+    create, checkpoint = small
+
+    def fit(epochs, *more):
+        model, data = create()
+        callbacks = [checkpoint(data, every_steps=every_steps), *more]
+        return model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks)
+
+    with pytest.raises(Killed):
+        fit(9, End(8, kill))
+    words = f"Received: epochs={begun - 1}, and {begun} epochs in the checkpoint"
+    with pytest.raises(generations.CheckpointError, match=words):
+        fit(begun - 1)
+    assert len(fit(begun).history["loss"]) == begun
 
 
 class BestOfEach(keras.callbacks.Callback):

@@ -10,7 +10,7 @@ from tfmulti.runtime import files
 
 
 def test_a_folder_is_made_and_left_as_it_was(tmp_path):
-    files.check_folder(tmp_path / "one" / "two")
+    files.check_folder("workdir", tmp_path / "one" / "two")
     assert list((tmp_path / "one" / "two").iterdir()) == []
 
 
@@ -19,14 +19,14 @@ def test_a_file_is_no_folder(tmp_path, below):
     (tmp_path / "file").write_text("kept")
     path = tmp_path / "file" / "folder" if below else tmp_path / "file"
     with pytest.raises(ValueError, match="`workdir` must.*Received.*is a file.*Name another"):
-        files.check_folder(path)
+        files.check_folder("workdir", path)
     assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_what_the_system_refuses_is_told():
     # Nobody makes a folder there, not root either.
     with pytest.raises(ValueError, match="may not write there|read-only"):
-        files.check_folder("/sys/tfmulti")
+        files.check_folder("workdir", "/sys/tfmulti")
 
 
 def test_a_full_file_system_is_told(tmp_path, monkeypatch):
@@ -35,7 +35,19 @@ def test_a_full_file_system_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files.os, "statvfs", lambda folder: Full)
     with pytest.raises(ValueError, match="is full"):
-        files.check_folder(tmp_path)
+        files.check_folder("workdir", tmp_path)
+
+
+def test_a_folder_in_which_nothing_can_be_renamed_is_told(tmp_path, monkeypatch):
+    """A checkpoint is written under another name first."""
+
+    def refuse(*_):
+        raise OSError(errno.EPERM, "no")
+
+    monkeypatch.setattr(files.os, "replace", refuse)
+    with pytest.raises(ValueError, match="may not write there"):
+        files.check_folder("workdir", tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_train_says_so_before_tensorflow_is_imported(tmp_path):

@@ -162,6 +162,7 @@ def run_to_its_end(code):
         ("command_line.run_and_exit(lambda: 4)", 4),
         ("command_line.run_and_exit(lambda: sys.exit(143))", 143),
         ("command_line.run_and_exit(lambda: sys.exit('words'))", 1),
+        ("command_line.run_and_exit(lambda: sys.exit())", 0),
         ("processes.end_process_at_exit(5)", 5),
     ],
 )
@@ -169,6 +170,11 @@ def test_the_exit_code_and_exit_functions(end, exit_code):
     done, _ = run_to_its_end(end)
     assert done.returncode == exit_code
     assert done.stdout == "exit functions are called\n"
+
+
+def test_the_text_of_an_exit_is_shown():
+    done, _ = run_to_its_end("command_line.run_and_exit(lambda: sys.exit('no data at /data'))")
+    assert done.stderr == "no data at /data\n"
 
 
 def test_the_exit_code_stays_where_output_cannot_be_written():

@@ -417,6 +417,31 @@ def test_workers_resume_together_where_each_launcher_counts_its_own_restarts(tmp
     assert asked == [False] and reporter.saver._resume
 
 
+def test_a_job_that_is_started_again_after_it_has_finished_trains_nothing(tmp_path, monkeypatch):
+    """A worker that failed while it exited made the launcher train all again."""
+
+    def start(restarts, job):
+        monkeypatch.setenv("TFMULTI_RESTARTS", str(restarts))
+        monkeypatch.setenv("TFMULTI_JOB", job)
+        settings = config(tmp_path, strategy="one_device", logical_cpus=0)
+        monkeypatch.setattr(loop, "train_and_evaluate", lambda *_, **__: told.append("trains"))
+        with contextlib.suppress(TypeError):  # It has no result to show.
+            command._train(settings, False)
+        reporter = run_reporter.RunReporter(create_strategy(1), tmp_path, told.append)
+        return reporter, reporter.result_of_finished()
+
+    told = []
+    reporter, result = start(0, "one")
+    assert result is None
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    reporter.finish(model, {"weights_sha256": "00"})
+    assert start(1, "one")[1] == {"weights_sha256": "00"}
+    assert start(1, "another")[1] is None
+    assert start(0, "one")[1] is None
+    # That start was another run, with the same token say.
+    assert start(1, "one")[1] is None
+
+
 def test_an_error_is_told_after_the_program_has_left_the_folder_of_its_cluster(
     tmp_path, monkeypatch, capsys
 ):

@@ -131,11 +131,13 @@ class Checkpoint(keras.callbacks.Callback):
             self.resumed_position = self._resumed.state["position"]
             self._first_rates = self._resumed.state.get("first_rates", self._first_rates)
             self.resumed_rate = next((rate for rate in self._first_rates if rate is not None), None)
-            epoch = self._resumed.first_epoch(self.params["epochs"], self._print_fn)
+            epoch = self._resumed.first_epoch(self.params["epochs"], self._folder, self._print_fn)
             keras_compat.set_initial_epoch(self.model, epoch)
 
     def _take_folder(self):
-        self._lock.take(self._folder)
+        self._lock.take(self._folder, removes=not self._resume)
+        # Without this, the first checkpoint would tell, maybe after hours.
+        generations.check_folder(self._folder)
         if not self._resume:
             # Of an earlier run; with larger numbers they would count as later than this run's.
             generations.remove_all(self._folder)

@@ -19,6 +19,9 @@ from pathlib import Path
 FOLDER = "checkpoints"
 """The folder of a run's checkpoints, within its `workdir`."""
 
+FINISHED = ".finished"
+"""In a run's `workdir`: which jobs have finished it. A job that is started again does nothing."""
+
 _NAME = re.compile(r"step_(\d+)")
 # A complete checkpoint that another of the same step replaces.
 _PUT_ASIDE = ".before"

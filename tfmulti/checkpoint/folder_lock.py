@@ -35,15 +35,20 @@ class FolderLock:
     def __init__(self, print_fn: Callable[[str], None]):
         self._print_fn, self._path = print_fn, None
 
-    def take(self, folder: Path) -> None:
+    def take(self, folder: Path, *, removes: bool = False) -> None:
         """Locks a folder, where its file system has locks.
 
-        Raises:
-            CheckpointError: If another process of this host holds it.
-        """
-        self._take(folder, tries=3)
+        Args:
+            folder: The folder.
+            removes: Whether the run will remove what earlier runs have left there.
 
-    def _take(self, folder, tries):
+        Raises:
+            CheckpointError: If another process of this machine holds it, in whatever container; or
+                one of another machine, if `removes`.
+        """
+        self._take(folder, removes, tries=3)
+
+    def _take(self, folder, removes, tries):
         self.release()
         path = Path(os.path.realpath(folder / NAME))
         descriptor, count = _held.get(path, (None, 0))
@@ -55,26 +60,32 @@ class FolderLock:
             # The first checkpoint tells why nothing can be written here.
             return
         if count or _try_for_some_seconds(descriptor):
-            # Some file systems number an open file otherwise: the last try takes it as it is.
+            # Some network file systems report another inode for an open file: the last try
+            # does not compare.
             if not count and tries > 1 and not _is_at(path, descriptor):
                 # The run that held it has ended, and removed the file.
                 os.close(descriptor)
-                return self._take(folder, tries - 1)
+                return self._take(folder, removes, tries - 1)
             _held[path], self._path = (descriptor, count + 1), path
             # A full disk has no room for the name, which a message would show.
             with contextlib.suppress(OSError):
                 os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"{socket.gethostname()} {os.getpid()}".encode(), 0)
+                os.pwrite(descriptor, " ".join(_describe_process()).encode(), 0)
             return
-        host, _, process = os.pread(descriptor, 1000, 0).decode().rpartition(" ")
+        held_by = os.pread(descriptor, 1000, 0).decode().split()
         os.close(descriptor)
-        if host not in ("", socket.gethostname()):
-            # A file system may keep the lock of a host that was lost for minutes, or longer.
-            self._print_fn(f"process {process} of {host} may be training with {folder}, too")
+        who = f"process {held_by[1]} of host {held_by[0]}" if held_by[1:] else "another run"
+        # A file system may keep the lock of a machine that was lost for minutes, or longer.
+        is_elsewhere = bool(held_by) and held_by[-1] != _describe_process()[-1]
+        if is_elsewhere and not removes:
+            self._print_fn(
+                f"{folder} is locked by {who}, which may still be training there. If that host is "
+                "down, ignore this"
+            )
             return
         raise generations.CheckpointError(
             "A folder of checkpoints must be used by one run at a time. "
-            f"Received: {folder}, with which process {process or 'of another run'} is training. "
+            f"Received: {folder}, with which {who} is training. "
             "Wait until that run has ended, or give another folder."
         )
 
@@ -87,6 +98,18 @@ class FolderLock:
             else:
                 os.close(descriptor)
             self._path = None
+
+
+def _describe_process() -> tuple[str, str, str]:
+    """Returns this process's host, number and machine.
+
+    Containers of one machine have host names of their own; and a pod that replaces one on a lost
+    machine has its host name.
+    """
+    machine = socket.gethostname()
+    with contextlib.suppress(OSError):
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname(), str(os.getpid()), machine
 
 
 def _try_for_some_seconds(descriptor) -> bool:

@@ -15,10 +15,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import checkpoint
-from tfmulti.runtime import processes
+from tfmulti.runtime import files, processes
 
 _MANIFEST, _VALUES = "manifest.json", "values"
 _FORMAT = 1
+_BLOCK = 1 << 24
 FILES = (_MANIFEST, f"{_VALUES}.index", f"{_VALUES}.data-00000-of-00001")
 
 
@@ -117,7 +118,7 @@ def _write_files(path, tensors, state):
         "format": _FORMAT,
         "state": state,
         "tensors": {n: [v.dtype.name, list(v.shape)] for n, v in zip(names, values)},
-        "files": {file.name: _digest(file.read_bytes()) for file in sorted(path.iterdir())},
+        "files": {file.name: _digest_file(file) for file in sorted(path.iterdir())},
     }
     text = _to_json({**manifest, "sha256": _digest(_canonical(manifest))}, indent=1)
     (path / _MANIFEST).write_text(text)
@@ -153,6 +154,14 @@ class Writer:
             self._thread.join()
             self._thread = None
         return self._error
+
+
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Raises CheckpointError for a folder in which no checkpoint can be written."""
+    try:
+        files.check_folder("folder", folder)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def latest_good(
@@ -232,7 +241,7 @@ def _check(path) -> Generation:
             "Resume with that version, or start again in another folder."
         )
     for name, expected in manifest["files"].items():
-        if _digest((path / name).read_bytes()) != expected:
+        if _digest_file(path / name) != expected:
             raise ValueError(f"{name} has changed")
     return Generation(path, manifest["state"], manifest["tensors"])
 
@@ -254,6 +263,15 @@ def _canonical(manifest) -> bytes:
 
 def _digest(data) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def _digest_file(path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        # A checkpoint may be larger than the memory that training has left.
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _sync(path):

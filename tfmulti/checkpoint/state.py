@@ -22,6 +22,8 @@ from tfmulti.checkpoint.on_chief import on_chief
 from tfmulti.step import accumulation, local_steps, model_contents, slots
 from tfmulti.strategies import coordination
 
+_PART_BYTES = 1 << 26
+
 
 def take_snapshot(
     model: keras.Model,
@@ -220,14 +222,30 @@ class Resumed:
     def __init__(self, state: dict, tensors: dict[str, tf.Tensor]):
         self.state, self._tensors = state, tensors
 
-    def first_epoch(self, epochs: int, print_fn: Callable[[str], None]) -> int:
-        """Returns the epoch in which training resumes; the last one's end if it had ended."""
+    def first_epoch(self, epochs: int, folder: Path, print_fn: Callable[[str], None]) -> int:
+        """Returns the epoch in which training resumes; the last one's end if it had ended.
+
+        Args:
+            epochs: How many the run is to have.
+            folder: The folder of its checkpoints, for messages.
+            print_fn: Function of one line of text.
+
+        Raises:
+            CheckpointError: If the run has trained longer: it would count as finished.
+        """
         if self.state.get("stopped_early") and epochs <= self.state["epochs"]:
             print_fn(
                 f"EarlyStopping ended this run after epoch {self.state['epoch']}; "
                 "nothing is trained. To continue, ask for more epochs"
             )
             return epochs
+        begun = self.state["epoch"] + bool((self.state["position"] or [0, 0])[1])
+        if epochs < begun:
+            raise generations.CheckpointError(
+                "A run must resume with at least as many epochs as it has begun. "
+                f"Received: epochs={epochs}, and {begun} epochs in the checkpoint of {folder}. "
+                "Ask for more epochs, or give another folder."
+            )
         return self.state["epoch"]
 
     def finish(self, model: keras.Model, callbacks: Sequence) -> None:
@@ -295,24 +313,25 @@ def resume(
 def _from_chief(folder, strategy, copies: Path, print_fn) -> generations.Generation | None:
     chief, several = topology.is_chief(strategy), topology.num_workers(strategy) > 1
 
-    def read():
-        found = generations.latest_good(folder, print_fn)
-        names = generations.FILES if several and found is not None else ()
-        return found, [(found.path / name).read_bytes() for name in names]
-
-    found, parts = on_chief(strategy, read) or (None, [])
-    if not several:
+    found = on_chief(strategy, lambda: generations.latest_good(folder, print_fn))
+    if not several or not coordination.any_worker(strategy, found is not None):
         return found
-    for number, name in enumerate(generations.FILES):
-        data = parts[number] if parts else b""
-        data = coordination.broadcast(strategy, data if chief else None)
-        if not data:
-            return None
-        if not chief:
-            copy = copies / checkpoint.name_of(0)
-            copy.mkdir(exist_ok=True)
-            (copy / name).write_bytes(data)
+    copy = copies / checkpoint.name_of(0)
+    copy.mkdir()
+    for name in generations.FILES:
+        _copy_from_chief(strategy, None if found is None else found.path / name, copy / name)
     return found if chief else generations.latest_good(copies, print_fn)
+
+
+def _copy_from_chief(strategy, path, copy):
+    """Writes the chief's file at `path` to `copy` on the other workers, part by part."""
+    chief = topology.is_chief(strategy)
+    with on_chief(strategy, lambda: open(path, "rb")) or open(copy, "wb") as file:
+        # A checkpoint may be larger than the memory that training leaves.
+        read = lambda: file.read(_PART_BYTES)
+        while data := coordination.broadcast(strategy, on_chief(strategy, read)):
+            if not chief:
+                file.write(data)
 
 
 def _report_differences(model, before, strategy, print_fn):

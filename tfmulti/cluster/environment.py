@@ -28,6 +28,9 @@ NUM_PS = "TFMULTI_NUM_PS"
 SERVICE = "TFMULTI_SERVICE"
 """The headless Service that gives the pods of a Kubernetes Job their names."""
 
+JOB = "TFMULTI_JOB"
+"""A name of this run of the launcher, the same after each restart of its workers."""
+
 PROGRESS = "TFMULTI_PROGRESS"
 """A file of this worker's own, to be made once a training step is done.
 
@@ -43,6 +46,7 @@ PEER_LOST = 144
 
 # Whatever restarts a job counts the restarts: the launcher, or a scheduler that restarts jobs.
 _RESTART_COUNTS = (RESTARTS, "SLURM_RESTART_COUNT")
+_JOBS = (JOB, "SLURM_JOB_ID")
 
 
 def count_restarts(environ: Mapping[str, str]) -> int:
@@ -53,6 +57,16 @@ def count_restarts(environ: Mapping[str, str]) -> int:
         (2, 0)
     """
     return sum(_count(name, environ.get(name) or "0") for name in _RESTART_COUNTS)
+
+
+def jobs_of(environ: Mapping[str, str]) -> list[str]:
+    """Returns what identifies this job, and stays the same when it is started again.
+
+    Example:
+        >>> jobs_of({"SLURM_JOB_ID": "71", "TFMULTI_JOB": "8f3a"}), jobs_of({})
+        (['TFMULTI_JOB=8f3a', 'SLURM_JOB_ID=71'], [])
+    """
+    return [f"{name}={environ[name]}" for name in _JOBS if environ.get(name)]
 
 
 def _count(name: str, text: str) -> int:

@@ -100,6 +100,7 @@ class Job:
         self.names: dict[int, str] = {}
         self._events: queue.SimpleQueue = queue.SimpleQueue()
         self.restarts = self._counted = 0
+        self._name = secrets.token_hex(8)
         self._has_progress = False
 
     def run(self) -> int:
@@ -157,7 +158,8 @@ class Job:
     def _run_once(self, configs, progress) -> Outcome:
         token = os.environ.get(environment.TOKEN) if self.config.hosts else secrets.token_hex(32)
         common = dict.fromkeys(variables_of_others(os.environ))
-        common |= {environment.RESTARTS: str(self.restarts), "PYTHONUNBUFFERED": "1"}
+        common |= {environment.RESTARTS: str(self.restarts), environment.JOB: self._name}
+        common["PYTHONUNBUFFERED"] = "1"
         # The worker's output must not be lost among the log lines of TensorFlow's services.
         common["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "3")
         if token:

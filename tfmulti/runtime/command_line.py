@@ -247,13 +247,16 @@ def show_error(error: BaseException, with_traceback: bool, text: str | None = No
 
 
 def run_and_exit(main) -> NoReturn:
-    """Exits with the result of `main` or the code of its SystemExit, by `end_process`."""
+    """Exits with the result of `main`, or as its SystemExit says, by `end_process`."""
     is_done = False
     try:
         code = main()
         is_done = code == 0
     except SystemExit as error:
-        code = error.code
+        code = 0 if error.code is None else error.code
+        if not isinstance(code, int):
+            # As Python's own exit does.
+            print(code, file=sys.stderr)
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         code = INTERRUPTED

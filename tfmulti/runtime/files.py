@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,32 +76,40 @@ Mount the store, or give a local folder and copy it.
         )
 
 
-def check_folder(path: str | os.PathLike[str]) -> None:
+def check_folder(name: str, path: str | os.PathLike[str]) -> None:
     """Creates a folder and writes into it, so that an error is raised before training.
 
     Args:
-        path: The folder, which the flag `workdir` names.
+        name: The argument.
+        path: Its value.
 
     Raises:
         ValueError: If it is a file, read-only or full, or in a store.
     """
-    check_local("workdir", path)
-    folder = Path(path)
-    probe = folder / f".{os.getpid()}.probe"
+    check_local(name, path)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"written")
-        left = os.statvfs(folder)
-        if left.f_bavail * left.f_frsize < _LEAST_FREE_BYTES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        _write_into(Path(path))
     except OSError as error:
         reason = _REASONS.get(error.errno, error.strerror)
         raise ValueError(
-            "`workdir` must be a folder that can be written to. "
-            f"Received: workdir={os.fspath(path)!r}: {reason}. "
+            f"`{name}` must be a folder that can be written to. "
+            f"Received: {name}={os.fspath(path)!r}: {reason}. "
             "Name another folder, free disk space, or change its permissions."
         ) from error
+
+
+def _write_into(folder):
+    """Does what a checkpoint does: writes a file into a new folder, and renames that."""
+    probe = folder / f".{os.getpid()}.probe"
+    renamed = probe.with_suffix(".renamed")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.mkdir()
+        (probe / "file").write_bytes(b"written")
+        os.replace(probe, renamed)
+        left = os.statvfs(folder)
+        if left.f_bavail * left.f_frsize < _LEAST_FREE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
-        # The earlier error is the reason.
-        with contextlib.suppress(OSError):
-            probe.unlink()
+        for path in (probe, renamed):
+            shutil.rmtree(path, ignore_errors=True)

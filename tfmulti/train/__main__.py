@@ -38,6 +38,12 @@ def main(argv: list[str] | None = None) -> int:
         return _end(error, config, values.traceback)
     except KeyboardInterrupt:
         return _end_interrupted(config)
+    except SystemExit as error:
+        # The user's code, such as that of a dataset; a run that is preempted ends on all workers.
+        if type(error) is SystemExit:
+            _end_servers(error)
+            _end_worker(RuntimeError(f"sys.exit({error.code!r})"))
+        raise
 
 
 def _end_interrupted(config) -> int:
@@ -136,7 +142,12 @@ def _train(config: TrainConfig, verbose: bool) -> int:
         config = techniques.with_stages_placed(config, num_workers)
     has_folder = config.workdir and (task is None or task.is_chief)
     if has_folder:
-        files.check_folder(config.workdir)
+        files.check_folder("workdir", config.workdir)
+        if os.path.lexists(checkpoints := Path(config.workdir) / checkpoint.FOLDER):
+            # Another user's, or one of another file system.
+            files.check_folder("workdir", checkpoints)
+        if not environment.count_restarts(os.environ):
+            (Path(config.workdir) / checkpoint.FINISHED).unlink(missing_ok=True)
     command_line.import_tensorflow(verbose=verbose)
     if config.estimate_memory is not None:
         from tfmulti.train import memory_estimate
@@ -151,7 +162,7 @@ def _train(config: TrainConfig, verbose: bool) -> int:
     if has_folder and not config.resumes():
         folder = Path(config.workdir) / checkpoint.FOLDER
         # Until the process ends: another run, which is training, keeps its checkpoints.
-        folder_lock.FolderLock(_print_line).take(folder)
+        folder_lock.FolderLock(_print_line).take(folder, removes=True)
         # However this start ends, the next one takes what is there for its own.
         generations.remove_all(folder)
     result = train_and_evaluate(config, print_fn=_print_line)

@@ -67,6 +67,9 @@ def train_and_evaluate(config: TrainConfig, print_fn=print) -> dict:
         model = create_model(config.model, train_split)
         base_rate = compile_model(model, config, train)
     reporter = RunReporter(strategy, config.workdir, print_fn)
+    finished = reporter.result_of_finished()
+    if finished is not None:
+        return finished
     settings = RunSettings(config, train.plan, reporter.num_workers, model, base_rate)
     reporter.introduce(settings, stages)
     tells = config.monitor and reporter.is_chief

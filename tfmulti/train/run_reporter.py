@@ -25,6 +25,8 @@ from tfmulti.strategies import coordination
 from tfmulti.train import models
 from tfmulti.train.config import TrainConfig
 
+_RESULT = "result.json"
+
 
 class RunSettings:
     """The effective settings of a run, once devices, data and flags are known.
@@ -154,6 +156,31 @@ class RunReporter:
             self.print_fn(f"{self.strategy.why}: {replicas}{where}, global batch size {size}")
             console.show_rows(settings.rows(), self.print_fn)
 
+    def result_of_finished(self) -> dict | None:
+        """Returns the result if this job had finished the run before it was started again.
+
+        A worker that fails after that, as while it exits, makes the launcher start all again.
+        """
+        if not coordination.any_worker(self.strategy, environment.count_restarts(os.environ)):
+            return None
+        read = self._read_finished if self.is_chief else lambda: None
+        text = coordination.broadcast(self.strategy, read())
+        if not text:
+            return None
+        self.print_fn("the run had finished before this restart: nothing is trained")
+        result = json.loads(text)
+        self._print_digest(result)
+        return result
+
+    def _read_finished(self) -> bytes:
+        if self.workdir is None:
+            return b""
+        with contextlib.suppress(OSError):
+            jobs = (self.workdir / checkpoint.FINISHED).read_text().splitlines()
+            if set(jobs) & set(environment.jobs_of(os.environ)):
+                return (self.workdir / _RESULT).read_bytes()
+        return b""
+
     def create_callbacks(self, train, config) -> list:
         """Creates the callbacks that every worker needs, and those of the chief.
 
@@ -191,7 +218,7 @@ class RunReporter:
 
     def _take_folder(self, resumes):
         """Locks the folder, in which another run may be training, and removes earlier logs."""
-        self._lock.take(self._checkpoints)
+        self._lock.take(self._checkpoints, removes=not resumes)
         self.workdir.mkdir(parents=True, exist_ok=True)
         if not resumes or not checkpoint.saved_in(self._checkpoints):
             _remove_logs(self.workdir / "logs")
@@ -240,14 +267,20 @@ class RunReporter:
             self._save(model)
             if self.is_chief:
                 text = json.dumps(result, indent=2) + "\n"
-                path = self.workdir / "result.json"
+                path = self.workdir / _RESULT
                 files.write_atomically(path, lambda temporary: temporary.write_text(text))
         coordination.min_and_max(self.strategy, 0)
         if self.workdir is not None and self.is_chief:
+            jobs = "\n".join(environment.jobs_of(os.environ))
+            if jobs:
+                (self.workdir / checkpoint.FINISHED).write_text(jobs)
             generations.remove_all(self._checkpoints)
             (self._checkpoints / folder_lock.NAME).unlink(missing_ok=True)
             _remove_if_empty(self._checkpoints)
         coordination.leave_together(self.strategy)
+        self._print_digest(result)
+
+    def _print_digest(self, result):
         if self.name is not None:
             self._print_fn(f"{self.name}: weights_sha256={result['weights_sha256']}")
 
