@@ -497,7 +497,7 @@ class Kept(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         shards = marks.SHARDS.get(self.model.optimizer)
-        known = [] if shards is None else [shards.values._is_kept(slot) for slot in shards.slots]
+        known = [] if shards is None else [shards.values.is_kept(slot) for slot in shards.slots]
         self.number = sum(known)
 
 

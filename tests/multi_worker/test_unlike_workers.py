@@ -26,6 +26,9 @@ def assert_places(told, who, alone, others):
         ("statistics", SAME_START, "on worker 1: normalization/mean, normalization/variance"),
         ("frozen weights", SAME_START, "on worker 1: sequential/dense_1/kernel"),
         ("rows of a table", SAME_START, "on worker 1: sequential/dense_2/kernel"),
+        ("statistics, sharded", SAME_START, "on worker 1: normalization/mean, normalization/var"),
+        ("rows of a table, sharded", SAME_START, "on worker 1: sequential/dense_2/kernel"),
+        ("weights, sharded", SAME_WEIGHTS, "in its weights, after epoch 1"),
         ("loss", SAME_MODEL, "from the first worker in loss"),
         ("rate", SAME_WEIGHTS, "learning rates ([0.5] here), after epoch 1"),
         ("weights", SAME_WEIGHTS, "in its weights, after epoch 1"),
@@ -91,7 +94,11 @@ def test_other_inputs_with_the_same_labels_are_warned_of(run_workers):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", ["plain", "python alike", "python unshuffled", "same words", "same state"]
+    "case",
+    [
+        *("plain", "python alike", "python unshuffled", "same words", "same state"),
+        "same state, sharded",
+    ],
 )
 def test_plain_data_of_one_order_are_trained_on(run_workers, case):
     assert all("trained" in each for each in run_workers(2, [PROGRAM, case]))

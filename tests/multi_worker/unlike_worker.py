@@ -16,7 +16,8 @@ from tfmulti.mpi import calls
 from tfmulti.strategies import program_order
 
 # Also imported where doctests are collected, outside of a job.
-CASE = sys.argv[-1]
+CASE = sys.argv[-1].removesuffix(", sharded")
+IS_SHARDED = sys.argv[-1].endswith(", sharded")
 IS_CHIEF = json.loads(os.environ.get("TF_CONFIG") or "{}").get("task", {}).get("index", 0) == 0
 STATES = ("statistics", "frozen weights", "rows of a table", "same state")
 DATA = np.random.RandomState(2).randn(8, 4).astype("float32")
@@ -194,6 +195,7 @@ def main():
     with strategy.scope():
         model = build()
         shard = "parameters" if CASE.endswith(("by shards", "keeps the best")) else None
+        shard = "parameters" if IS_SHARDED else shard
         shard = "state" if CASE == "gradients" else shard
         optimizer = tfmulti.DistributedOptimizer(keras.optimizers.SGD(rate), shard=shard)
         model.compile(optimizer, "mae" if here("loss") else "mse")

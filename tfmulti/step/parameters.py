@@ -106,19 +106,26 @@ class Parameters:
         self._held = [0] * topology.num_workers(strategy)
         self.values = slots.OwnedValues(strategy)
 
-    def shard(self, variable: keras.Variable, owner: int | None = None) -> None:
+    def shard(
+        self, variable: keras.Variable, owner: int | None = None, *, keep: bool = False
+    ) -> None:
         """Shards a variable, if it is large and not sharded yet.
 
         Args:
             variable: A weight.
             owner: The worker that will hold it; None for the one that holds the fewest bytes.
+            keep: Whether the other workers keep the value that they have of it in a file. `fit`
+                compares these values: a program may have loaded it on one worker only.
         """
         if isinstance(variable, ShardedParameter) or not isinstance(variable, keras.Variable):
             return
         if not keras_compat.is_initialized(variable) or not is_large(variable):
             return
         owner = owners.with_fewest(self._held) if owner is None else owner
+        value = keras.ops.convert_to_numpy(variable) if keep else None
         self._hold(variable, owner, owner == self.worker)
+        if keep:
+            self.values.keep_value(variable, value)
 
     def place(self, variable: keras.Variable, stage: int, stages: int) -> None:
         """Gives a variable of any size to a stage of a pipeline; a collective.

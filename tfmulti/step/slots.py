@@ -159,7 +159,7 @@ class OwnedValues:
         if is_gathering():
             join_gathering()
             return self.gathered(variable)
-        if not self._is_kept(variable):
+        if not self.is_kept(variable):
             # On the owner too: if only the other workers failed, it would wait for them later.
             raise RuntimeError(
                 "A sharded variable can be read only in callbacks.Checkpoint, in ModelCheckpoint, "
@@ -185,7 +185,7 @@ class OwnedValues:
 
     def keep_again(self, variables) -> None:
         """Keeps the new values of variables that were kept and have changed since; a collective."""
-        self.keep([v for v in variables if self._is_kept(v)])
+        self.keep([v for v in variables if self.is_kept(v)])
 
     def keep_value(self, variable, value):
         """Keeps a variable's whole value, which all workers know; returns it.
@@ -221,7 +221,8 @@ class OwnedValues:
         """Forgets a kept value, before steps that may change it."""
         self._kept_at.pop(_number_of(variable), None)
 
-    def _is_kept(self, variable) -> bool:
+    def is_kept(self, variable) -> bool:
+        """Whether this worker keeps a variable's whole value, which no step has changed since."""
         return self._kept_at.get(_number_of(variable)) == _num_changes(variable)
 
     def gathered(self, variable) -> np.ndarray:
@@ -251,6 +252,11 @@ class OwnedValues:
         run = tf.function(lambda own: get_strategy().run(on_replica, args=(own,)), autograph=False)
         # If called directly, TensorFlow would warn of one function's traces for many shapes.
         return run.get_concrete_function(own)
+
+
+def is_known(weight: keras.Variable) -> bool:
+    """Whether this worker knows the whole value of a weight, sharded or not, outside of a step."""
+    return not hasattr(weight, "is_here") or weight.parameters.values.is_kept(weight)
 
 
 def create_counter() -> tf.Variable:

@@ -1,4 +1,4 @@
-"""Finds what differs between workers: how their models were made, and what callbacks did to them.
+"""Finds what differs between workers: how their models were made, and what data they were given.
 
 Workers whose variables have the same shapes train together, whatever activations, losses and
 learning rates they have: each applies the same gradients in its own way, and the result is that of
@@ -26,29 +26,21 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology
-from tfmulti.step import local_steps, model_contents
-from tfmulti.strategies import coordination, feeds, program_order
-from tfmulti.verification.chiefs_values import receive_from_chief
-from tfmulti.verification.differences import CLOSE_ON_GPUS, are_apart
+from tfmulti.step import model_contents
+from tfmulti.strategies import feeds
 
 _numbers = itertools.count()
 # What may differ: the seeds of layers, which are drawn; and names, in which Keras counts.
 _LEFT_OUT = ("seed", "name", "shared_object_id")
 _COUNTER = re.compile(r"_\d+(?=[\"/])")
-# The entries of a variable that are compared: an update changes most of them.
-_MOST_ENTRIES = 4096
-# A variable is compared by its projection on a fixed direction, to this part of its length: the
-# statistics of `adapt` are computed by each worker, and round as its processor does.
-_DIRECTION, _APART = np.random.RandomState(0).randn(4096).astype("float32"), 1e-4
 # Of arrays so many numbers are compared, of a row only the first ones, to this part of the largest.
 _MOST_NUMBERS, _FIRST_NUMBERS, _CLOSE = 256, 16, 1e-3
 _DATA = ("x", "y", "sample_weight", "validation_data")
-# Below the largest whole number that workers can compare.
-_MASK = 2**24 - 1
-_ADVICE = (
+ADVICE = (
     "Look for code that depends on the worker: a setting, a file, an `if` for the chief, the order "
     "of a Python set."
 )
+"""What to do about a difference between workers."""
 
 
 def compare(model: keras.Model, name: str, given: Mapping[str, object]) -> None:
@@ -212,7 +204,7 @@ def _refuse_other_models(strategy, here, there):
         raise ValueError(
             "All workers must train the same model, with the same loss, metrics and optimizer. "
             f"Received: {topology.worker_name(strategy)} differs from the first worker in "
-            f"{', '.join(differing[:3])}. {_ADVICE}"
+            f"{', '.join(differing[:3])}. {ADVICE}"
         )
 
 
@@ -279,115 +271,3 @@ def _parts_of(code) -> list | str:
         return repr(code)
     names = (code.co_names, code.co_varnames, code.co_freevars)
     return [code.co_code.hex(), *map(list, names), [_parts_of(each) for each in code.co_consts]]
-
-
-class SameOnAllWorkers(keras.callbacks.Callback):
-    """Raises ValueError where workers have come to hold other learning rates or weights.
-
-    It compares them when an epoch begins and when `fit` ends, after the user's callbacks.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self._epoch = "before the first epoch"
-
-    def on_train_begin(self, logs=None):
-        """Compares all weights, of layers that are not trained too; a collective."""
-        _refuse_other_weights(self.model, self.model.distribute_strategy)
-
-    def on_epoch_begin(self, epoch, logs=None):
-        """Compares what the callbacks of the epoch before have left; a collective."""
-        self._compare("the beginning of an epoch")
-        self._epoch = f"after epoch {epoch + 1}"
-
-    def on_train_end(self, logs=None):
-        """Compares what is left at the end; a collective."""
-        self._compare("the end of fit")
-
-    def _compare(self, place):
-        strategy, rates = self.model.distribute_strategy, _rates(self.model)
-        program_order.compare_with_chief(strategy, place)
-        numbers = {
-            f"learning rates ({rates} here)": _crc(np.array(rates)),
-            "weights": _number_of_weights(self.model, strategy),
-        }
-        for what, number in numbers.items():
-            least, most = coordination.min_and_max(strategy, number)
-            if least != most:
-                raise ValueError(
-                    "All workers must have the same weights and learning rates. Received: "
-                    f"{topology.worker_name(strategy)} differs from other workers in its {what}, "
-                    f"{self._epoch}. A callback must make the same change on every worker. "
-                    f"{_ADVICE}"
-                )
-
-
-def _rates(model) -> list[float]:
-    optimizers = model_contents.optimizers_of(model, nested=True)
-    return [float(x.learning_rate) for x in optimizers if hasattr(x, "learning_rate")]
-
-
-def _number_of_weights(model, strategy) -> int:
-    """Returns a number made of the weights, where all workers hold all of them.
-
-    On GPUs, which round freely, it tells whether they are the chief's.
-    """
-    variables = model.trainable_variables
-    if local_steps.num_pending(model) or any(hasattr(v, "is_here") for v in variables):
-        return 0
-    flat = (tf.reshape(tf.convert_to_tensor(variable), [-1]) for variable in variables)
-    values = [each[:_MOST_ENTRIES].numpy() for each in flat]
-    if topology.on_gpus(strategy):
-        theirs = receive_from_chief(strategy, values, coordination.broadcast)
-        pairs = None if theirs is None else zip(values, theirs)
-        return int(pairs is None or any(are_apart(*pair, CLOSE_ON_GPUS) for pair in pairs))
-    number = 0
-    for some in values:
-        # There are several kinds of NaN.
-        number = _crc(np.where(some == some, some, 0), number)
-    return number
-
-
-def _refuse_other_weights(model, strategy):
-    """Raises ValueError where a weight, or a layer's state, is not the chief's.
-
-    Only their creation gives all workers the chief's values: `adapt`, `set_weights` and
-    `load_weights` do what the program of each worker says.
-    """
-    compared = [v for v in model.weights if v.dtype.startswith(("float", "bfloat"))]
-    compared = [v for v in compared if getattr(v, "synchronization", "") != "on_read"]
-    if local_steps.num_pending(model) or any(hasattr(v, "is_here") for v in model.weights):
-        compared = []
-    own = np.array([_projection(variable) for variable in compared])
-    chiefs = receive_from_chief(strategy, [own], coordination.broadcast)
-    apart = np.abs(own - chiefs[0]) > _APART if chiefs is not None else [True] * len(own)
-    differing = [variable.path for variable, is_apart in zip(compared, apart) if is_apart]
-    _, most = coordination.min_and_max(strategy, len(differing))
-    if most:
-        here = f"{topology.worker_name(strategy)}: {', '.join(differing[:3])}"
-        raise ValueError(
-            "All workers must begin with the same weights and states of layers. Received: "
-            f"others than the first worker's on {here if differing else 'another worker'}. "
-            f"Load or compute them on every worker, and seed what is drawn. {_ADVICE}"
-        )
-
-
-def _projection(variable) -> float:
-    """Returns a number that changes with each entry, and with the length, of a variable."""
-    values = tf.cast(tf.reshape(tf.convert_to_tensor(variable), [-1]), tf.float32).numpy()
-    length, width = float(np.linalg.norm(values)), len(_DIRECTION)
-    if not math.isfinite(length):
-        # Such as a mask of infinite numbers.
-        values = np.nan_to_num(values, nan=0, posinf=1, neginf=-1)
-        length = float(np.linalg.norm(values))
-    whole = len(values) // width * width
-    parts = [values[:whole].reshape(-1, width) @ _DIRECTION]
-    parts.append([values[whole:] @ _DIRECTION[: len(values) - whole]])
-    parts = np.concatenate(parts).astype(float)
-    # No part is left out, as a factor near 0 would.
-    factors = 2 + np.cos(np.arange(len(parts)))
-    return length and float(parts @ factors) / length + math.log(length)
-
-
-def _crc(values: np.ndarray, start: int = 0) -> int:
-    return zlib.crc32(values.tobytes(), start) & _MASK

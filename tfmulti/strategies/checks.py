@@ -15,12 +15,13 @@ from tfmulti.step import (
     accumulation,
     local_steps,
     model_contents,
+    parameters,
     replicated,
     rows,
     sparse_gradients,
     whole_batch,
 )
-from tfmulti.strategies import coordination, feeds
+from tfmulti.strategies import coordination, feeds, same_weights
 from tfmulti.verification import Workers, verified
 from tfmulti.verification.case import PREDICT, TEST, TRAIN, Feed
 from tfmulti.verification.custom_parts import (
@@ -190,6 +191,9 @@ def verify_once_built(strategy, model: keras.Model, peek, iterator) -> None:
             _verify(model, peek, iterator)
         return
     sharded_parameters.gather_in_calls(model)
+    if marks.CALL.get(model)[0] == "fit" and parameters.has_sharded(model):
+        # Before `_verify` forgets the values that the program has assigned on this worker.
+        same_weights.refuse_other_weights(model, sharded=True)
     whole_batch.prepare_losses(model)
     whole_batch.prepare_metrics(model)
     # The metrics of `compile` are there now.

@@ -20,7 +20,7 @@ from tfmulti import keras_compat, marks, topology
 from tfmulti.cluster import environment
 from tfmulti.step import sharded_state, slots
 from tfmulti.strategies import guarded
-from tfmulti.strategies.alike import SameOnAllWorkers
+from tfmulti.strategies.same_weights import SameOnAllWorkers
 from tfmulti.strategies.spot_checks import VerifyAgain
 
 # The attribute that holds the output path of each stock callback.
