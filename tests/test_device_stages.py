@@ -546,6 +546,25 @@ def test_activations_are_checkpointed_by_the_pipeline_alone():
                 tfmulti.pipeline(again, devices=[f"{KIND}:0", f"{KIND}:1"])
 
 
+@pytest.mark.parametrize("draws", [tf.random.normal, keras.random.normal])
+@pytest.mark.parametrize("again", [True, False])
+def test_a_stage_that_runs_again_draws_the_same_numbers_or_is_refused(draws, again):
+    """The gradient of a sample belonged to other noise than the sample."""
+    with replicas.create_strategy(1, verify="never").scope():
+        noisy = layers.Lambda(lambda x: x + draws(tf.shape(x), dtype=x.dtype))
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(4), noisy, layers.Dense(1)])
+        devices = [f"{KIND}:0", f"{KIND}:1"]
+        tfmulti.pipeline(model, devices=devices, checkpoint_activations=again)
+        model.compile("sgd", "mse")
+    is_refused = again and draws is tf.random.normal
+    with (
+        pytest.raises(ValueError, match="same both times. .*, which uses RandomStandardNormal")
+        if (is_refused)
+        else contextlib.nullcontext()
+    ):
+        model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [worker.OfSteepWeights, worker.Penalized])
 def test_a_second_derivative_is_refused(kind):

@@ -3,6 +3,7 @@
 import csv
 import sys
 import types
+import unittest.mock
 
 import numpy as np
 import pytest
@@ -106,3 +107,17 @@ def test_the_history_file_is_replaced_not_written_into(tmp_path):
     callback.on_epoch_end(1, {"loss": 0.5, "new": 2})
     assert path.stat().st_ino != before
     assert path.read_text().splitlines() == ["epoch,loss,new", "0,1.0,", "1,0.5,2"]
+
+
+def test_a_history_that_cannot_be_written_for_a_time_ends_no_run(tmp_path, monkeypatch):
+    """A full disk ended the run, although a checkpoint that cannot be written does not."""
+    path = tmp_path / "history.csv"
+    callback = HistoryFile(path)
+    callback.on_train_begin()
+    callback.on_epoch_begin(0)
+    with monkeypatch.context() as patch:
+        full = unittest.mock.Mock(side_effect=OSError(28, "No space left on device"))
+        patch.setattr(HistoryFile, "_write", full)
+        callback.on_epoch_end(0, {"loss": 1.0})
+    callback.on_epoch_end(1, {"loss": 0.5})
+    assert path.read_text().splitlines() == ["epoch,loss", "0,1.0", "1,0.5"]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import keras
+from absl import logging
 
 from tfmulti import topology
 from tfmulti.runtime import files
@@ -47,7 +48,11 @@ class HistoryFile(keras.callbacks.Callback):
         """Adds the epoch's row."""
         self._rows.append({"epoch": epoch, **(logs or {})})
         columns = list(dict.fromkeys(name for row in self._rows for name in row))
-        files.write_atomically(self._path, lambda path: self._write(path, columns))
+        try:
+            files.write_atomically(self._path, lambda path: self._write(path, columns))
+        except OSError as error:
+            # As for a checkpoint: a disk that is full for an hour must not end a run of days.
+            logging.warning("history of epoch %d not written, later ones have it: %s", epoch, error)
 
     def _write(self, path, columns):
         with open(path, "w", newline="") as file:

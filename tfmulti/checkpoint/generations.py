@@ -82,7 +82,8 @@ def write(
             f"Received: {type(error).__name__}: {why} in {folder}. "
             "Free disk space or give another folder; earlier checkpoints are kept."
         ) from error
-    # A damaged one may have a larger number than those of the run that has begun before it.
+    # A corrupt checkpoint may have a higher step than the one that the run has resumed from: it
+    # does not count towards `keep`.
     earlier = [path for step, path in checkpoint.saved_in(folder).items() if step < number]
     for old in earlier[keep - 1 :] if keep is not None else []:
         shutil.rmtree(old, ignore_errors=True)

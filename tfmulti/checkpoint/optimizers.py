@@ -23,7 +23,7 @@ def describe(model: keras.Model) -> dict:
 def check_classes(state: dict, model: keras.Model) -> None:
     """Raises CheckpointError if an optimizer has another class than in the checkpoint.
 
-    Its variables do not tell: those of Adam and AdamW are the same.
+    Adam and AdamW have the same variables, so the classes are compared.
 
     Args:
         state: The checkpoint's.
@@ -56,7 +56,7 @@ def build(state: dict, model: keras.Model) -> None:
 def check_updated(state: dict, model: keras.Model) -> None:
     """Raises CheckpointError if an optimizer has slots of other variables than the checkpoint.
 
-    Slots are known by their places, and those of other variables may have the same shapes. Where
+    Slots are matched by index, and those of other variables may have the same shapes. Where
     the numbers of variables differ, the slots do, or each worker has a part of the model.
 
     Args:

@@ -18,7 +18,7 @@ from tfmulti.verification.python_values import walk
 def take(model: keras.Model) -> dict:
     """Returns the random states, as JSON; every worker must call it.
 
-    It has those of this worker, and those of all workers by their numbers, unless all are the same.
+    It has those of this worker; and those of each worker, by its index, if they differ.
     """
     strategy, own = model.distribute_strategy, _of_this_worker(model)
     text = json.dumps(own).encode()

@@ -59,7 +59,7 @@ def take_snapshot(
     tensors, writes = {}, topology.is_chief(model.distribute_strategy)
     for name, variable in variables.items():
         value = _value_of(variable)
-        # What other workers keep a part of needs memory on the chief alone, which writes it.
+        # Sharded variables are copied whole on the chief only, which writes them.
         if writes or not _may_be_elsewhere(variable) or getattr(variable, "has_whole", True):
             tensors[name] = value
     remembered, best_weights = callback_states.take(callbacks)
@@ -124,7 +124,7 @@ def _order_of(dataset) -> dict | None:
 
 def _may_be_elsewhere(variable) -> bool:
     """Whether one worker keeps a variable's value, as of sharded state or a sharded weight."""
-    # What a variable of TensorFlow lacks is looked for in its value, maybe by a collective.
+    # On a `tf.Variable` of a strategy `hasattr` falls through to its value, maybe by a collective.
     return isinstance(variable, keras.Variable) and hasattr(variable, "is_here")
 
 

@@ -289,7 +289,7 @@ class StagedCall:
         # At each call: layers may be unfrozen, or get another penalty or rate of dropout. In the
         # step's graph each stage is traced once for each micro-batch anyway.
         with context():
-            traces = trace_stages(stages, before, training)
+            traces = trace_stages(stages, before, training, recomputes=self._recomputes)
         _refuse_shared_state(traces)
         needs_whole = training and normalization.synchronized_layers(self._model)
         number = 1 if needs_whole else self._num_micro_batches

@@ -187,7 +187,9 @@ def stages_of(cut: Cut) -> list[Stage]:
     return stages
 
 
-def trace_stages(stages: list[Stage], before: Boundary, training) -> list[StageTrace]:
+def trace_stages(
+    stages: list[Stage], before: Boundary, training, *, recomputes: bool = False
+) -> list[StageTrace]:
     """Traces all stages one after the other, without running them.
 
     The traces tell each worker what the others will send.
@@ -196,6 +198,10 @@ def trace_stages(stages: list[Stage], before: Boundary, training) -> list[StageT
         stages: The stages.
         before: Describes the inputs of the first stage.
         training: As in a layer's call.
+        recomputes: Whether stages run again for gradients.
+
+    Raises:
+        ValueError: For a stage that cannot be run on other devices, or not again.
     """
     traces: list[StageTrace] = []
 
@@ -206,9 +212,11 @@ def trace_stages(stages: list[Stage], before: Boundary, training) -> list[StageT
                 drawn = draws.number if draws is not None else 0
                 weights = [tf.zeros(weight.shape, weight.dtype) for weight in stage.weights]
                 before_it = {id(variable): value for variable, value in state}
-                given = [*taken.floats(flat), *weights]
+                given, since = [*taken.floats(flat), *weights], keras_compat.next_op()
                 with tf.GradientTape() as tape:
                     after, flat, state = stage.run(taken, flat, weights, state, training)
+                if recomputes and training is not False:
+                    _refuse_other_results(keras_compat.own_ops(since), len(traces))
                 _refuse_other_variables(tape.watched_variables())
                 sources = tuple(keras_compat.sources_of(x, given) for x in after.floats(flat))
                 _refuse_without_rows(after)
@@ -228,6 +236,18 @@ def trace_stages(stages: list[Stage], before: Boundary, training) -> list[StageT
 
     tf.function(trace, autograph=False).get_concrete_function(*before.specs)
     return traces
+
+
+def _refuse_other_results(ops, number):
+    """Raises ValueError for operations of a stage whose second run differs from the first."""
+    unrepeatable = keras_compat.unrepeatable_ops(ops)
+    if unrepeatable:
+        raise ValueError(
+            "With `checkpoint_activations=True` a pipeline stage runs twice in a step, and must do "
+            f"the same both times. Received: stage {number}, which uses {', '.join(unrepeatable)}. "
+            "Draw with `keras.random` and a `keras.random.SeedGenerator`, keep state in "
+            "`self.add_weight`, or leave out `checkpoint_activations`."
+        )
 
 
 def _refuse_without_rows(after):
