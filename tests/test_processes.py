@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
@@ -175,6 +176,24 @@ def test_the_exit_code_and_exit_functions(end, exit_code):
 def test_the_text_of_an_exit_is_shown():
     done, _ = run_to_its_end("command_line.run_and_exit(lambda: sys.exit('no data at /data'))")
     assert done.stderr == "no data at /data\n"
+
+
+def test_sigterm_ends_the_first_process_of_a_container():
+    code = (
+        "import time\nfrom tfmulti.runtime import command_line\n"
+        "def main(): print('here', flush=True); time.sleep(600)\n"
+        "command_line.run_and_exit(main)"
+    )
+    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        if process.stdout.readline() != b"here\n":
+            pytest.skip("this user may not create a namespace of processes")
+        [child] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(child), signal.SIGTERM)
+        try:
+            assert process.wait(20) == 143
+        finally:
+            process.kill()
 
 
 def test_the_exit_code_stays_where_output_cannot_be_written():

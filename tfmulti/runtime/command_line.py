@@ -248,6 +248,10 @@ def show_error(error: BaseException, with_traceback: bool, text: str | None = No
 
 def run_and_exit(main) -> NoReturn:
     """Exits with the result of `main`, or as its SystemExit says, by `end_process`."""
+    if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        # The first process of a container gets no signal that it does not handle, so that a pod
+        # that is deleted before `fit` would wait for the end of its grace period.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     is_done = False
     try:
         code = main()
