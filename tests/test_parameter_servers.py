@@ -626,6 +626,59 @@ def test_a_metric_that_is_logged_by_another_name_is_that_of_all_steps():
         assert step.results(added, kind) == pytest.approx(expected)
 
 
+class Spread(keras.metrics.Metric):
+    """A metric with two results."""
+
+    def __init__(self):
+        super().__init__(name="spread")
+        self.least, self.most = keras.metrics.Mean(), keras.metrics.Mean()
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.least.update_state(keras.ops.min(y_pred))
+        self.most.update_state(keras.ops.max(y_pred))
+
+    def result(self):
+        return {"least": self.least.result(), "most": self.most.result()}
+
+
+class AllMetrics(keras.Model):
+    """Logs the results of all metrics of `compile` as one, as Keras's guide does."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return self.test_step(data)
+
+    def test_step(self, data):
+        x, y = data
+        predicted = self(x, training=False)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(self.compute_loss(y=y, y_pred=predicted))
+            else:
+                metric.update_state(y, predicted)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+def test_the_results_of_all_metrics_may_be_logged_together():
+    given = keras.Input((3,))
+    model = AllMetrics(given, keras.layers.Dense(1)(given))
+    model.compile(keras.optimizers.SGD(0.0), "mse", metrics=["mae", Spread()])
+    step = steps_of(model)
+    halves = [tuple(part[rows] for part in BATCH) for rows in (slice(6), slice(6, 12))]
+    trained = train(step, *halves)
+    tested, others = zip(*(step.schedule_test(Here, half, 0)() for half in halves))
+    assert [answer.logs for answer in trained] == [{}, {}] and others == ({}, {})
+    expected = model.evaluate(*BATCH, batch_size=6, verbose=0, return_dict=True)
+    assert set(expected) == {"loss", "mae", "least", "most"}
+    for kind, states in (("train", [answer.metrics for answer in trained]), ("test", tested)):
+        added = [np.sum(each, axis=0) for each in zip(*states)]
+        assert step.results(added, kind) == pytest.approx(expected)
+
+
 class Wrapped(Renaming):
     train_step, test_step = tf.function(Renaming.train_step), tf.function(Renaming.test_step)
 

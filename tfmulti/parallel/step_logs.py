@@ -59,7 +59,7 @@ class StepLogs:
     def _noting(self, metric, original):
         def result():
             value = original()
-            several = value if isinstance(value, dict) else {None: value}
+            several = flatten(value) if isinstance(value, dict) else {None: value}
             self._asked += [(each, metric, key) for key, each in several.items()]
             return value
 
@@ -72,11 +72,11 @@ class StepLogs:
             scope: The `RecordingScope` of the step, in which results are computed.
             logs: What the step has returned.
         """
-        logs, known = logs or {}, set()
+        logs, known = flatten(logs or {}), set()
         for metric in self._model.metrics:
             if any(id(variable) in scope.updated for variable in metric.variables):
                 result = metric.result()
-                known |= set(result) if isinstance(result, dict) else {metric.name}
+                known |= set(flatten(result) if isinstance(result, dict) else {metric.name})
         self._metrics = {
             name: (metric, key)
             for name, log in logs.items()
@@ -89,8 +89,23 @@ class StepLogs:
 
     def results(self) -> dict[str, tf.Tensor]:
         """Returns the metrics' results by the names that the step logs, from their states now."""
-        results = self._model.get_metrics_result()
+        results = flatten(self._model.get_metrics_result())
         for name, (metric, key) in self._metrics.items():
             result = metric.result()
-            results[name] = result if key is None else result[key]
+            results[name] = result if key is None else flatten(result)[key]
         return {name: value for name, value in results.items() if name in (self.names or results)}
+
+
+def flatten(logs: dict) -> dict:
+    """Returns logs by their own names, also those within dicts, as Keras does.
+
+    A step returns such a dict if it logs the result of all metrics of `compile` together.
+
+    Example:
+    >>> flatten({"loss": 0.5, "compile_metrics": {"mae": 0.25}})
+    {'mae': 0.25, 'loss': 0.5}
+    """
+    flat = {}
+    for name, log in sorted(logs.items()):
+        flat |= flatten(log) if isinstance(log, dict) else {name: log}
+    return flat
