@@ -764,12 +764,14 @@ def test_lora_is_refused_for_a_table_that_is_cut(on_servers):
 
 
 @pytest.mark.parametrize("as_list", [False, True])
-def test_a_table_that_is_cut_takes_the_values_of_the_whole(on_servers, as_list):
+def test_a_table_that_is_cut_takes_and_returns_the_values_of_the_whole(on_servers, as_list):
     on_servers(2)
     values = np.random.RandomState(0).rand(40, 3).astype("float32")
     _, table = embedding(weights=[values] if as_list else values)
     assert len(table.embeddings.parts) == 2
     np.testing.assert_array_equal(table.embeddings.numpy(), values)
+    [found] = table.get_weights()
+    np.testing.assert_array_equal(found, values)
     for other in (np.ones((50, 3)), np.ones((40, 2))):
         with pytest.raises(
             ValueError, match=r"of \(40, 3\). Received: values of \((50, 3|40, 2)\)"

@@ -61,6 +61,8 @@ def build(original, layer: keras.layers.Embedding, input_shape=None) -> None:
         keras_compat.replace_table(layer, table)
         object.__setattr__(layer, "save_own_variables", lambda store: _save(table, store))
         object.__setattr__(layer, "load_own_variables", lambda store: _load(table, store))
+        # As from a layer whose table is whole: `get_weights()[0]` would be the first part alone.
+        object.__setattr__(layer, "get_weights", lambda: [table.numpy()])
         object.__setattr__(layer, "set_weights", lambda weights: _set(layer, table, weights))
         object.__setattr__(layer, "enable_lora", lambda *_, **__: _refuse_lora(layer, parts))
     object.__setattr__(layer, "call", lambda inputs: _call(layer, tables, inputs))
