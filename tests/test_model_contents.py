@@ -9,6 +9,8 @@ import tensorflow as tf
 from replicas import create_strategy
 
 import tfmulti
+from tfmulti import marks
+from tfmulti.step import local_steps
 from tfmulti.step.model_contents import optimizers_in_use, optimizers_of
 from tfmulti.step.optimizer import distribute_optimizers
 
@@ -95,6 +97,13 @@ def test_a_submodels_own_optimizer_is_found_and_cycles_end():
     assert optimizers_of(model) == [model.optimizer, inner.optimizer]
 
 
+class Distilling(keras.Sequential):
+    """Has a step of its own, of which nobody knows which optimizers it applies."""
+
+    def train_step(self, data):
+        return super().train_step(data)
+
+
 @pytest.mark.parametrize("has_updated", [False, True])
 @pytest.mark.parametrize("wrap", [lambda each: each, keras.optimizers.LossScaleOptimizer])
 def test_the_optimizer_of_a_frozen_teacher_is_not_in_use(wrap, has_updated):
@@ -105,13 +114,27 @@ def test_the_optimizer_of_a_frozen_teacher_is_not_in_use(wrap, has_updated):
         teacher.optimizer.build(teacher.trainable_variables)
     unknown = keras.Sequential([dense(1)])
     unknown.compile(keras.optimizers.SGD(), "mse")
-    model = keras.Sequential([keras.Input((2,)), dense(1)])
+    model = Distilling([keras.Input((2,)), dense(1)])
     model.compile(keras.optimizers.RMSprop(), "mse")
     model.teacher, model.unknown = teacher, unknown
     assert teacher.optimizer in optimizers_in_use(model)
     teacher.trainable = False
     # What a model without weights will have is not known.
-    assert optimizers_in_use(model, nested=True) == [model.optimizer, unknown.optimizer]
+    assert optimizers_in_use(model, nested=True) == [unknown.optimizer]
+
+
+@pytest.mark.parametrize("wrap", [lambda each: each, keras.optimizers.LossScaleOptimizer])
+def test_the_step_of_keras_uses_the_optimizer_of_compile_only(wrap):
+    base = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    base.compile(tfmulti.DistributedOptimizer(adam()), "mse")
+    model = keras.Sequential([keras.Input((2,)), base])
+    optimizer = keras.optimizers.SGD()
+    tfmulti.DistributedOptimizer(optimizer)
+    model.compile(wrap(optimizer), "mse")
+    assert base.trainable and optimizers_in_use(model) == [model.optimizer]
+    assert optimizer in optimizers_in_use(model, nested=True)
+    marks.SYNCHRONIZE_EVERY.set(optimizer, 8)
+    assert local_steps.steps_of(model) == 8
 
 
 def train(name, num_replicas, folder, kill_after=None):

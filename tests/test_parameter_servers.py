@@ -24,7 +24,7 @@ from tfmulti.checkpoint.generations import CheckpointError
 from tfmulti.cluster import Cluster, ClusterError, network, resolve_cluster
 from tfmulti.cluster.peers import GONE, SILENT, THERE, Presence, probe
 from tfmulti.launch.config import LaunchConfig
-from tfmulti.parallel import partitioned, remote_step, split_check
+from tfmulti.parallel import partitioned, remote_build, split_check
 from tfmulti.parallel.answers import Answer, add_gradients, mean_logs
 from tfmulti.parallel.remote_step import RemoteStep
 from tfmulti.runtime import command_line, processes
@@ -187,7 +187,7 @@ BATCH = (X, X[:, :1] + 2)
 def steps_of(model, batch=BATCH):
     """A compiled model's steps, as workers compute them."""
     batch = tf.nest.map_structure(tf.constant, batch)
-    remote_step.build(model, batch)
+    remote_build.build(model, batch)
     spec = tf.nest.map_structure(lambda x: tf.TensorSpec([None, *x.shape[1:]], x.dtype), batch)
     return RemoteStep(model, spec, spec, lambda: tf.zeros([2], tf.int64))
 
@@ -426,6 +426,45 @@ def test_a_loss_that_is_no_mean_over_rows_is_refused_though_the_first_rows_do_no
     else:
         with pytest.raises(ValueError, match=f"must be a mean over rows.*Received: .*{told}"):
             sequences(layers, loss, batch)
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_a_model_within_the_model_may_have_been_compiled(trainable):
+    inner = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    inner.compile("adam", "mse")
+    inner.trainable = trainable
+    model = keras.Sequential([keras.Input((3,)), inner, keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    before = inner.get_weights()[0]
+    step = steps_of(model)
+    step.check_train()
+    train(step, BATCH)
+    assert int(model.optimizer.iterations) == 1 and int(inner.optimizer.iterations) == 0
+    assert (inner.get_weights()[0] != before).all() == trainable
+
+
+APPLIED = {
+    r"`apply` of adam\d*, `apply` of sgd": lambda model: [model.other, model.optimizer],
+    r"`apply` of sgd, `apply` of sgd": lambda model: [model.optimizer] * 2,
+    r"`apply` of adam": lambda model: [model.other],
+    "no call": lambda model: [],
+}
+
+
+@pytest.mark.parametrize("told", APPLIED)
+def test_a_step_is_refused_that_does_not_apply_the_optimizer_of_compile_once(told):
+    class Applying(Own):
+        def train_step(self, data):
+            variables = self.trainable_variables
+            for optimizer in APPLIED[told](self):
+                optimizer.apply([tf.zeros(v.shape) for v in variables], variables)
+            return {}
+
+    model = Applying(None)
+    model.other = keras.optimizers.Adam()
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=f"must call `apply` of .*sgd, once.*Received: {told}"):
+        steps_of(model).check_train()
 
 
 class Bounded(Own):

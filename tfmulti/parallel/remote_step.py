@@ -9,6 +9,7 @@ is lost between a read and a write, and each counts once.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 
 import keras
@@ -269,23 +270,27 @@ class RemoteStep:
         """Runs `train_step`; returns the gradients that it gives to the optimizer, and its logs."""
         applied: list = []
 
-        def take(grads, trainable_variables=None):
+        def take(optimizer, grads, trainable_variables=None):
             variables = list(trainable_variables or self.model.trainable_variables)
             # The chief's optimizer divides by the scale that it has at the update.
-            applied.append((self._scaled(grads, variables, lambda scale: 1 / scale), variables))
+            scaled = self._scaled(grads, variables, lambda scale: 1 / scale)
+            applied.append((optimizer, scaled, variables))
 
-        optimizers = model_contents.optimizers_of(self.model)
         with contextlib.ExitStack() as stack:
-            for optimizer in optimizers:
-                stack.enter_context(with_attributes(optimizer, apply=take))
+            # All that it could call, such as that of a compiled model within this one.
+            for optimizer in model_contents.optimizers_of(self.model):
+                apply = functools.partial(take, optimizer)
+                stack.enter_context(with_attributes(optimizer, apply=apply))
             logs = self.model.train_step(batch)
-        if len(applied) != 1 or len(optimizers) != 1:
+        if [optimizer for optimizer, *_ in applied] != [self.model.optimizer]:
+            calls = [f"`apply` of {optimizer.name}" for optimizer, *_ in applied]
             raise ValueError(
-                "With parameter servers, a `train_step` must have one optimizer and call its "
-                f"`apply` once. Received: {len(optimizers)} optimizers and {len(applied)} calls of "
-                "`apply`. Use one optimizer and one update in a step, or the strategy multi_worker."
+                "With parameter servers, a `train_step` must call `apply` of the optimizer of "
+                f"`compile`, {self.model.optimizer.name}, once, and no other. Received: "
+                f"{', '.join(calls) or 'no call'}. Use one optimizer and one update in a step, or "
+                "the strategy multi_worker."
             )
-        gradients, self._variables = applied[0]
+        _, gradients, self._variables = applied[0]
         self._sparse = [None if g is None else isinstance(g, tf.IndexedSlices) for g in gradients]
         gradients = [
             (g.values, g.indices) if isinstance(g, tf.IndexedSlices) else g
@@ -344,26 +349,6 @@ class RemoteStep:
             self.model.reset_metrics()
             values = [_value_in(scope, v) for v in self._metrics]
         return [np.asarray(keras.ops.convert_to_numpy(value)) for value in values]
-
-
-def build(model: keras.Model, batch) -> None:
-    """Creates all variables of a compiled model on the servers.
-
-    Raises:
-        ValueError: If the model is not compiled with an optimizer, or with one that cannot update
-            a table in parts.
-    """
-    if not model.compiled or model.optimizer is None:
-        raise ValueError(
-            "A model must be compiled with an optimizer before it is trained. "
-            f"Received: {model.name!r}, which is not. Call model.compile(optimizer, loss) in the "
-            "strategy's scope."
-        )
-    with model.distribute_strategy.scope():
-        keras_compat.build_model(model, batch)
-        partitioned.prepare_optimizer(model)
-        if not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
 
 
 def _numbers(step, part, share=1.0) -> tuple[tf.Tensor, ...]:

@@ -64,20 +64,28 @@ def optimizers_within(optimizer: keras.optimizers.Optimizer) -> list:
 def optimizers_in_use(model, *, nested: bool = False) -> list:
     """Returns a model's optimizers, without those that its steps cannot or do not apply.
 
-    A model whose `train_step` uses its own optimizers is often compiled without one; Keras then
-    creates a default one. A frozen model within it, such as a teacher, may have been compiled.
+    Keras's own step applies that of `compile` only. A model whose `train_step` uses its own
+    optimizers is often compiled without one; Keras then creates a default one. A frozen model
+    within it, such as a teacher, may have been compiled.
 
     Args:
         model: The model.
         nested: As in `optimizers_of`.
     """
-    found = without_idle(optimizers_of(model, nested=nested), model)
     compiled = getattr(model, "optimizer", None)
+    if not _has_own_updates(model) and compiled is not None:
+        return [compiled, *(optimizers_within(compiled) if nested else ())]
+    found = without_idle(optimizers_of(model, nested=nested), model)
     parts = [compiled, getattr(compiled, "inner_optimizer", None)]
     is_chosen = any(marks.DISTRIBUTED.get(part) for part in parts)
     if is_chosen or not keras_compat.has_custom_step(model, "train"):
         return found
     return [each for each in found if each is not compiled] or found
+
+
+def _has_own_updates(model) -> bool:
+    own_function = keras_compat.has_own_function(model, "fit")
+    return own_function or keras_compat.has_custom_step(model, "train")
 
 
 def without_idle(optimizers: list, model: keras.Model) -> list:

@@ -15,7 +15,7 @@ from tfmulti import keras_compat, marks
 from tfmulti.cluster import environment
 from tfmulti.data import distribute_eval, distribute_train
 from tfmulti.data.epochs import EpochDataset
-from tfmulti.parallel import remote_step, split_check
+from tfmulti.parallel import remote_build, split_check
 from tfmulti.parallel.remote_step import RemoteStep
 from tfmulti.settings import check_type, check_whole_number
 from tfmulti.step.rows import zeros_of
@@ -90,7 +90,7 @@ def train_async(
     if validation_data is not None:
         size = train.plan.global_batch_size
         test = _dataset(distribute_eval, validation_data, strategy, size)
-    remote_step.build(model, zeros_of(train.element_spec, 2))
+    remote_build.build(model, zeros_of(train.element_spec, 2))
     strategy.requests = requests = SettledRequests()
     specs = [
         tf.nest.map_structure(keras_compat.without_rows, each.element_spec)
