@@ -184,11 +184,13 @@ X = np.random.RandomState(0).randn(12, 3).astype("float32")
 BATCH = (X, X[:, :1] + 2)
 
 
-def steps_of(model, batch=BATCH):
+def steps_of(model, batch=BATCH, spec=None):
     """A compiled model's steps, as workers compute them."""
     batch = tf.nest.map_structure(tf.constant, batch)
-    remote_build.build(model, batch)
-    spec = tf.nest.map_structure(lambda x: tf.TensorSpec([None, *x.shape[1:]], x.dtype), batch)
+    if spec is None:
+        spec = tf.nest.map_structure(lambda x: tf.TensorSpec([None, *x.shape[1:]], x.dtype), batch)
+    rows = int(rows_lib.num_rows(batch))
+    remote_build.build(model, spec, lambda: batch, num_rows=rows, test_spec=spec)
     return RemoteStep(model, spec, spec, lambda: tf.zeros([2], tf.int64))
 
 
@@ -678,6 +680,149 @@ class Spread(keras.metrics.Metric):
 
     def result(self):
         return {"least": self.least.result(), "most": self.most.result()}
+
+
+class Encoding(keras.Model):
+    """Has no `call`: its step calls layers, which are not built, and another one in validation."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode, self.test = keras.layers.Dense(2), keras.layers.Dense(1)
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(self.encode(data[0]) ** 2)
+        variables = self.encode.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+    def test_step(self, data):
+        return {"loss": keras.ops.mean(self.test(self.encode(data[0])))}
+
+
+class Views(keras.Model):
+    """Its step compares two views, and calls a layer that `call` does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode, self.project = keras.layers.Dense(2), keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.encode(x)
+
+    def train_step(self, data):
+        one, other = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self(one["view"]) - self.project(other["view"])) ** 2)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+VIEWS = ({"view": X}, {"view": X + 1})
+
+
+def views(**settings):
+    model = Views()
+    model.compile(keras.optimizers.SGD(0.1), **settings)
+    return model, VIEWS
+
+
+def called_before():
+    model, batch = views(loss="mse", metrics=["mae"])
+    model(X)
+    return model, batch
+
+
+def without_call():
+    model = Encoding()
+    model.compile(keras.optimizers.SGD(0.1))
+    return model, BATCH
+
+
+def called_by_step_only():
+    model = own(lambda model, x: {"more": keras.ops.sum(model.more(x))})
+    model.more = keras.layers.Dense(4)
+    return model, BATCH
+
+
+BUILT_BY_STEP = {
+    "no call": without_call,
+    "views": views,
+    "views and a loss": lambda: views(loss="mse", metrics=["mae"]),
+    "called before": called_before,
+    "a further layer": called_by_step_only,
+}
+
+
+@pytest.mark.parametrize("name", BUILT_BY_STEP)
+def test_a_model_is_built_by_its_own_step(name):
+    model, batch = BUILT_BY_STEP[name]()
+    step = steps_of(model, batch)
+    step.check_train()
+    assert len(model.trainable_variables) == 4 and int(model.optimizer.iterations) == 0
+    answers = train(step, batch, batch)
+    losses = [(step.results(each.metrics) | each.logs)["loss"] for each in answers]
+    assert losses[1] < losses[0] and int(model.optimizer.iterations) == 2
+
+
+def test_layers_of_the_evaluation_alone_are_built():
+    model, batch = without_call()
+    step = steps_of(model, batch)
+    step.check_test("validation_data")
+    _, logs = step.schedule_test(Here, batch, 0)()
+    np.testing.assert_allclose(
+        logs["loss"], np.mean(model.test(model.encode(batch[0]))), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_the_error_of_a_step_is_told_if_the_model_cannot_be_built():
+    class Failing(Encoding):
+        def train_step(self, data):
+            raise ZeroDivisionError("in the step")
+
+    model = Failing()
+    model.compile("sgd")
+    with pytest.raises(ZeroDivisionError, match="in the step"):
+        steps_of(model)
+
+
+def images(*given):
+    layers = [keras.layers.Conv2D(2, 3), keras.layers.Flatten()]
+    return [*given, *layers], np.ones((6, 9, 9, 1), "float32"), (None, None, None, 1)
+
+
+def words():
+    layers = [keras.layers.Conv1D(2, 3), keras.layers.GlobalMaxPooling1D()]
+    return layers, np.ones((6, 5, 2), "float32"), (None, None, 2)
+
+
+class Grouped(keras.layers.Layer):
+    """Adds up the rows of each group of three."""
+
+    def call(self, x):
+        return keras.ops.repeat(keras.ops.sum(keras.ops.reshape(x, (-1, 3, 3)), 1), 3, axis=0)
+
+
+@pytest.mark.parametrize(
+    "create_layers, inputs",
+    [
+        (lambda: images(keras.Input((9, 9, 1))), 98),
+        (images, 98),
+        (words, 2),
+        (lambda: ([Grouped()], X, (None, 3)), 3),
+        (lambda: ([keras.Input((3,), batch_size=12)], X, (None, 3)), 3),
+    ],
+)
+def test_a_model_is_built_from_the_sizes_of_a_batch(create_layers, inputs):
+    layers, x, shape = create_layers()
+    model = keras.Sequential([*layers, keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    batch = x, np.ones((len(x), 1), "float32")
+    step = steps_of(model, batch, (tf.TensorSpec(shape), tf.TensorSpec((None, 1))))
+    step.check_train()
+    train(step, batch)
+    assert model.layers[-1].kernel.shape == (inputs, 1)
 
 
 class AllMetrics(keras.Model):

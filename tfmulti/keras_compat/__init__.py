@@ -45,7 +45,7 @@ from tfmulti.keras_compat.replaced_data import (
     distributed_dataset_of, feed_of, follow_position, number_of_batches, set_number_of_batches,
 )
 from tfmulti.keras_compat.replaced_models import (
-    MAX_BYTES, MAX_ROWS, around_call_of, gather_local, means_updated_by,
+    MAX_BYTES, MAX_ROWS, around_call_of, gather_local, lacks_call, means_updated_by,
     noting_reductions, rows_from_all_over,
     update_metric_by, without_tuning,
 )

@@ -347,7 +347,7 @@ def build_model(model: keras.Model, batch) -> None:
 
     Args:
         model: A compiled model.
-        batch: A batch `(x, y)` or `(x, y, sample_weight)`.
+        batch: A batch `(x, y)` or `(x, y, sample_weight)`, or the specs of its tensors.
     """
     model._symbolic_build(data_batch=batch)
 

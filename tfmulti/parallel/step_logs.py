@@ -89,11 +89,19 @@ class StepLogs:
 
     def results(self) -> dict[str, tf.Tensor]:
         """Returns the metrics' results by the names that the step logs, from their states now."""
-        results = flatten(self._model.get_metrics_result())
+        results = self._results_of_used()
         for name, (metric, key) in self._metrics.items():
             result = metric.result()
             results[name] = result if key is None else flatten(result)[key]
         return {name: value for name, value in results.items() if name in (self.names or results)}
+
+    def _results_of_used(self):
+        model, unused = self._model, keras_compat.unbuilt_metrics(self._model)
+        if not unused:
+            return flatten(model.get_metrics_result())
+        # A step of one's own need not use all metrics of `compile`, which then have no result.
+        used = [metric for metric in model.metrics if all(metric is not each for each in unused)]
+        return flatten({metric.name: metric.result() for metric in used})
 
 
 def flatten(logs: dict) -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 
@@ -90,22 +91,8 @@ def train_async(
     if validation_data is not None:
         size = train.plan.global_batch_size
         test = _dataset(distribute_eval, validation_data, strategy, size)
-    remote_build.build(model, zeros_of(train.element_spec, 2))
     strategy.requests = requests = SettledRequests()
-    specs = [
-        tf.nest.map_structure(keras_compat.without_rows, each.element_spec)
-        for each in (train, test or train)
-    ]
-    step = RemoteStep(model, *specs, who_computes)
-    if train.steps_left():
-        step.check_train()
-    if test is not None:
-        step.check_test("validation_data")
-    splits = max_staleness == 0 and strategy.num_workers > 1
-    if splits:
-        split_check.refuse_synchronized(model)
-    if strategy.verify != "never" and train.steps_left():
-        split_check.check(step, iter(train).peek(), splits)
+    step = _steps_of(model, train, test, max_staleness)
     path = os.environ.get(environment.PROGRESS)
     chosen = keras.callbacks.CallbackList(
         [*([FirstStepFile(path)] if path else []), *callbacks],
@@ -124,6 +111,35 @@ def train_async(
         _Epochs(model, train, test, chosen, step, runs, requests).run(epochs)
     model.history.steps_by_worker = dict(sorted(runs.steps_by_worker.items()))
     return model.history
+
+
+def _steps_of(model, train, test, max_staleness) -> RemoteStep:
+    """Builds a model, and traces and checks its steps."""
+    strategy = model.distribute_strategy
+
+    @functools.cache
+    def peek():
+        # A training that has ended has no batch left.
+        return iter(train).peek() if train.steps_left() else zeros_of(train.element_spec, 1)
+
+    specs = [
+        tf.nest.map_structure(keras_compat.without_rows, each.element_spec)
+        for each in (train, test or train)
+    ]
+    count = train.plan.count(0, 0) if train.keeps_rows else None
+    test_spec = None if test is None else specs[1]
+    remote_build.build(model, specs[0], peek, num_rows=count, test_spec=test_spec)
+    step = RemoteStep(model, *specs, who_computes)
+    if train.steps_left():
+        step.check_train()
+    if test is not None:
+        step.check_test("validation_data")
+    splits = max_staleness == 0 and strategy.num_workers > 1
+    if splits:
+        split_check.refuse_synchronized(model)
+    if strategy.verify != "never" and train.steps_left():
+        split_check.check(step, peek(), splits)
+    return step
 
 
 def _is_traced(iterator):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import random
 
 import keras
@@ -252,24 +253,37 @@ def is_built(model: keras.Model) -> bool:
     return keras_compat.is_built(model) and all(optimizer.built for optimizer in optimizers)
 
 
-def _trace_built(case, function, example, is_done=lambda: False):
-    """Traces a function; first builds, in the scope, everything that the trace would build."""
-    specs = rows_lib.specs_of(example, case.is_traced_static, case.rows.open_axes)
+def trace_built(model, function, specs, around, is_done=lambda: False):
+    """Traces a function; first builds, in the scope, everything that the trace would build.
+
+    Args:
+        model: The model.
+        function: A function of tensors, which runs the model's step.
+        specs: Their specs.
+        around: Function that returns a context manager for each trace.
+        is_done: Function that returns whether to stop, before each trace.
+    """
     noted: collections.Counter = collections.Counter()
     while not is_done():
-        optimizers = model_contents.optimizers_of(case.model, nested=True)
-        noting = keras_compat.noting_unbuilt(optimizers, case.model, noted)
+        optimizers = model_contents.optimizers_of(model, nested=True)
+        noting = keras_compat.noting_unbuilt(optimizers, model, noted)
         # What one trace keeps in an attribute no other trace can read.
-        as_before = restored(Numbers(case.model))
-        with same_random_numbers(case, seed=0), as_before, noting as unbuilt:
+        as_before = restored(Numbers(model))
+        with around(), as_before, noting as unbuilt:
             run = _ending_at(unbuilt, function)
             traced = tf.function(run).get_concrete_function(*specs)
             if not unbuilt:
                 return traced
         # Layers draw seeds for their weights here: the generators are as the user left them.
-        with case.strategy.scope():
+        with model.distribute_strategy.scope():
             unbuilt[0]()
     return None
+
+
+def _trace_built(case, function, example, is_done=lambda: False):
+    specs = rows_lib.specs_of(example, case.is_traced_static, case.rows.open_axes)
+    around = functools.partial(same_random_numbers, case, seed=0)
+    return trace_built(case.model, function, specs, around, is_done)
 
 
 def _ending_at(unbuilt, function):
