@@ -498,6 +498,70 @@ def test_a_step_whose_random_numbers_cannot_be_repeated_is_told_not_to_be_verifi
         check_split(step)
 
 
+def of_groups(y, predicted):
+    """A loss of one's own, for groups of five rows."""
+    groups = keras.ops.reshape(predicted, (-1, 5))
+    return keras.ops.mean(keras.ops.abs(groups[:, 0] - groups[:, 4]))
+
+
+def of_whole(y, predicted):
+    """A loss of one's own, for a batch of sixty rows."""
+    return keras.ops.mean(tf.gather(predicted, tf.range(60)) ** 2)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "loss, splits, told",
+    [
+        (of_whole, False, None),
+        (of_whole, True, "parts of 30 and 30 rows"),
+        (of_groups, False, None),
+        # The halves of a batch are whole groups, though those of the first rows are not.
+        (of_groups, True, None),
+    ],
+)
+def test_a_loss_of_groups_gets_whole_batches_and_is_refused_only_if_these_are_split(
+    loss, splits, told
+):
+    x = np.random.RandomState(0).randn(60, 3).astype("float32")
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", loss, metrics=["mae"])
+    step = steps_of(model, (x, x[:, :1]))
+    told = f"must be able to compute parts of a batch. Received: {told}.*Use" if told else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match=told) if told else contextlib.nullcontext():
+            split_check.check(step, (tf.constant(x), tf.constant(x[:, :1])), splits)
+
+
+def test_a_step_that_the_chief_cannot_compute_is_told_not_to_be_verified():
+    def within(model, x):
+        # As on a chief without the device of its workers.
+        return {"absent": tf.gather([1.0], tf.shape(x)[0])}
+
+    for splits in (True, False):
+        with pytest.warns(UserWarning, match="not verified.*Received: InvalidArgumentError"):
+            check_split(steps_of(own(within)), splits)
+
+
+def test_metrics_that_do_not_add_up_are_refused_where_nothing_is_split():
+    class Largest(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="largest")
+            self.largest = self.add_weight(name="largest", initializer="zeros")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.largest.assign(keras.ops.maximum(self.largest, keras.ops.max(y_true)))
+
+        def result(self):
+            return self.largest
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=[Largest()])
+    with pytest.raises(ValueError, match="state of a metric must be a sum.*largest"):
+        check_split(steps_of(model), splits=False)
+
+
 def normalized(reduction, trainable=True):
     normalize = keras.layers.BatchNormalization(trainable=trainable)
     layers = [keras.Input((3,)), keras.layers.Dense(2), normalize, keras.layers.Dense(1)]

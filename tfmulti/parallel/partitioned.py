@@ -144,7 +144,7 @@ def prepare_optimizer(model: keras.Model) -> None:
             f"{_where(cut[0])}. If it computes from a variable's whole gradient, as "
             "tf.clip_by_norm does, the result differs from that of the unpartitioned table. Use "
             f"{_ONE_SERVER}, or the optimizer's `clipnorm`.",
-            stacklevel=4,
+            stacklevel=5,
         )
     clipping.clip_together(optimizer, [table.parts for table in cut])
     keras_compat.exclude_parts(optimizer, {table: table.parts for table in cut})
@@ -173,7 +173,7 @@ def _refuse_whole_updates(optimizer, table):
         f"{name} updates each partition of a large table separately: {_where(table)}. If the "
         "update of one element depends on others, the result differs from that of the "
         f"unpartitioned table. In that case use {_ONE_SERVER}.",
-        stacklevel=5,
+        stacklevel=6,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import keras
@@ -11,41 +12,61 @@ import tensorflow as tf
 from tfmulti import keras_compat
 from tfmulti.parallel.answers import Answer, add_gradients
 from tfmulti.parallel.remote_step import RemoteStep
+from tfmulti.sharding import replica_slice
 from tfmulti.step import normalization
 from tfmulti.step.rows import num_rows, some_rows
+from tfmulti.verification import messages
 from tfmulti.verification.custom_parts import local_normalization
 
 _MOST_ROWS = 48
 _TOLERANCE = 1e-3
 # What one number is rounded by; rows are added in another order.
 _ROUNDING = {"float16": 2**-10, "bfloat16": 2**-7}
+# Those of a step that needs more rows, and of a chief that lacks the device or the memory of a
+# worker. A lost server has others.
+_CANNOT = (
+    tf.errors.InvalidArgumentError,
+    tf.errors.ResourceExhaustedError,
+    tf.errors.UnimplementedError,
+)
 
 
-def check(step: RemoteStep, batch, splits: bool) -> None:
-    """Computes some rows in two parts, and at once or one part after the other, and compares.
+def check(step: RemoteStep, batch, splits: bool, num_workers: int = 2) -> None:
+    """Computes a batch in two parts, or two batches, and all at once, and compares.
+
+    A few rows are enough for most steps. A step that needs groups of rows, or as many as a batch
+    has, gets a whole batch, and the parts that workers would get.
 
     Args:
         step: The model's steps.
         batch: A batch.
         splits: Whether batches are split over workers, whose gradients are then added.
+        num_workers: The number of workers.
 
     Raises:
-        ValueError: If the parts do not add up: where batches are split, for a loss or a change of
-            a layer's state that is not a mean over rows; for metrics whose states cannot be added.
+        ValueError: If the parts do not add up: where batches are split, for a step that cannot
+            compute parts, and for a loss or a change of a layer's state that is not a mean over
+            rows; for metrics whose states cannot be added.
     """
-    batch = some_rows(batch, 0, _MOST_ROWS)
-    if int(num_rows(batch)) < 2:
+    rows = int(num_rows(batch))
+    if rows < 2:
         return
     layers = local_normalization(step.model)
     if layers and splits:
         warnings.warn(
             "Batch normalization uses the statistics of each worker's rows, so the result "
             "differs from that of one device. For the same result use layer normalization.",
-            stacklevel=3,
+            stacklevel=4,
         )
+    few = min(rows, _MOST_ROWS)
+    if splits:
+        ranges = _ranges_of_workers(rows, num_workers)
+        divisions = [_Split(step, batch, few, _two_ranges(few)), _Split(step, batch, rows, ranges)]
+    else:
+        divisions = [_Repeated(step, batch, each) for each in sorted({few, rows})]
     # The rest of the model is compared.
     with normalization.as_in_inference(layers):
-        _compare(step, batch, splits)
+        _compare(step, divisions)
 
 
 def refuse_synchronized(model: keras.Model) -> None:
@@ -61,36 +82,115 @@ def refuse_synchronized(model: keras.Model) -> None:
         )
 
 
-def _compare(step, batch, splits):
-    rows = int(num_rows(batch))
+class _Repeated:
+    """A batch that is computed twice: by two workers, and by one after the other."""
+
+    ranges = None
+
+    def __init__(self, step, batch, rows):
+        self._step, self.batch = step, some_rows(batch, 0, rows)
+
+    @functools.cached_property
+    def _first(self) -> Answer:
+        return self._step.compute_here(self.batch)
+
+    def whole(self) -> Answer:
+        """Computes it after it has been computed before."""
+        return self._step.compute_here(self.batch, self._first.metrics)
+
+    def parts(self) -> list[Answer]:
+        """Returns the answers of the two workers."""
+        return [self._first] * 2
+
+    def compare(self, whole, parts):
+        """Compares what is added up with what comes one after the other."""
+        _compare_metrics(self._step, whole, parts, "two batches, computed one after the other")
+
+
+class _Split:
+    """A batch that is split into ranges of rows."""
+
+    def __init__(self, step, batch, rows, ranges):
+        self._step, self.batch, self.rows = step, some_rows(batch, 0, rows), rows
+        self.ranges = ranges
+
+    def whole(self, batch=None) -> Answer:
+        """Computes all rows of it, or of another batch, at once."""
+        return self._step.compute_here(self.batch if batch is None else batch)
+
+    def parts(self, batch=None) -> list[Answer]:
+        """Computes each part of it, or of another batch."""
+        batch = self.batch if batch is None else batch
+        return [
+            self._step.compute_here(some_rows(batch, start, stop), share=(stop - start) / self.rows)
+            for start, stop in self.ranges
+        ]
+
+    def compare(self, whole, parts):
+        """Compares the batch with the sum of its parts, and some variations of it."""
+        # First: what is wrong in a loss is wrong in its metric, too.
+        _compare_gradients(self._step, whole, parts)
+        _compare_metrics(self._step, whole, parts, "two parts of the rows, computed at once")
+        for other in _variations(self._step.model, self.batch, self.rows):
+            try:
+                whole, parts = self.whole(other), self.parts(other)
+            except tf.errors.InvalidArgumentError:
+                # Made-up labels need not be classes.
+                continue
+            if all(map(_is_finite, whole.gradients)):
+                _compare_gradients(self._step, whole, parts)
+
+
+def _compare(step, divisions):
     with keras_compat.noting_reductions() as reductions:
-        parts = _compute_parts(step, batch, rows, splits)
-    if splits:
+        division, whole, parts = _first_computed(divisions)
+    if division.ranges:
         _refuse_other_divisors(reductions)
-    if step.is_random:
+    if isinstance(parts, Exception):
+        _tell_of_failure(division, whole, parts)
+    elif step.is_random:
         warnings.warn(
             "`train_step` was not verified: it draws random numbers that cannot be repeated, as "
             "tf.random does. With keras.random it would be.",
-            stacklevel=4,
+            stacklevel=5,
+        )
+    else:
+        division.compare(whole, parts)
+
+
+def _first_computed(divisions) -> tuple:
+    """Returns the first division that can be computed, with its answers; else errors of the last.
+
+    Returns:
+        The division; its answer to the whole, or None; those to the parts, or an error.
+    """
+    for division in divisions:
+        whole = None
+        try:
+            whole = division.whole()
+            return division, whole, division.parts()
+        except _CANNOT as caught:
+            error = caught
+    return division, whole, error
+
+
+def _tell_of_failure(division, whole, error):
+    """Raises ValueError for a step that computes a batch and not its parts, and else warns."""
+    if whole is None or not division.ranges:
+        warnings.warn(
+            "`train_step` was not verified: it cannot be computed by the chief. "
+            f"Received: {messages.shorten(error)}.",
+            stacklevel=6,
         )
         return
-    if not splits:
-        second = some_rows(batch, _rows_of_first_part(rows), rows)
-        both = step.compute_here(second, parts[0].metrics)
-        _compare_metrics(step, both, parts, "one part after the other")
-        return
-    whole = step.compute_here(batch)
-    # First: what is wrong in a loss is wrong in its metric, too.
-    _compare_gradients(step, whole, parts)
-    _compare_metrics(step, whole, parts, "at once")
-    for other in _variations(step.model, batch, rows):
-        try:
-            whole, parts = step.compute_here(other), _compute_parts(step, other, rows)
-        except tf.errors.InvalidArgumentError:
-            # Made-up labels need not be classes.
-            continue
-        if all(map(_is_finite, whole.gradients)):
-            _compare_gradients(step, whole, parts)
+    sizes = " and ".join(str(stop - start) for start, stop in division.ranges)
+    raise ValueError(
+        "With `max_staleness=0` each batch is split over the workers, so `train_step` must be able "
+        f"to compute parts of a batch. Received: parts of {sizes} rows, with which it fails: "
+        f"{messages.shorten(error)}. Use a loss that takes any number of rows, a batch size whose "
+        "parts have whole groups of rows, or leave max_staleness out; each batch then goes to one "
+        "worker."
+    ) from error
 
 
 def _refuse_other_divisors(reductions):
@@ -108,15 +208,14 @@ def _refuse_other_divisors(reductions):
             )
 
 
-def _compute_parts(step, batch, rows, splits=True) -> list[Answer]:
-    """Returns the answers to two parts of a batch, or to two batches."""
+def _two_ranges(rows) -> list[tuple[int, int]]:
     first = _rows_of_first_part(rows)
-    return [
-        step.compute_here(
-            some_rows(batch, start, stop), share=(stop - start) / rows if splits else 1.0
-        )
-        for start, stop in ((0, first), (first, rows))
-    ]
+    return [(0, first), (first, rows)]
+
+
+def _ranges_of_workers(rows, num_workers) -> list[tuple[int, int]]:
+    ranges = [replica_slice(rows, num_workers, part) for part in range(num_workers)]
+    return [(start, stop) for start, stop in ranges if stop > start]
 
 
 def _rows_of_first_part(rows):
@@ -174,7 +273,7 @@ def _with_zeros(batch, rows):
     return _changed(batch, change)
 
 
-def _compare_metrics(step, whole, parts, how):
+def _compare_metrics(step, whole, parts, what):
     first = step.first_metrics
     for number, (state, begin) in enumerate(zip(whole.metrics, first)):
         added = begin + sum(part.metrics[number] - begin for part in parts)
@@ -182,9 +281,9 @@ def _compare_metrics(step, whole, parts, how):
             path = step.model.metrics_variables[number].path
             raise ValueError(
                 "With parameter servers, the state of a metric must be a sum over batches. "
-                f"Received: {path} is {_show(state)} for two parts of the rows, computed {how}, "
-                f"but the states of the parts add up to {_show(added)}. Use a metric whose state "
-                "is a sum, such as keras.metrics.Mean, or compute the value in a callback."
+                f"Received: {path} is {_show(state)} for {what}, but the states of each add "
+                f"up to {_show(added)}. Use a metric whose state is a sum, such as "
+                "keras.metrics.Mean, or compute the value in a callback."
             )
 
 

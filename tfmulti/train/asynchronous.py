@@ -138,7 +138,7 @@ def _steps_of(model, train, test, max_staleness) -> RemoteStep:
     if splits:
         split_check.refuse_synchronized(model)
     if strategy.verify != "never" and train.steps_left():
-        split_check.check(step, peek(), splits)
+        split_check.check(step, peek(), splits, strategy.num_workers)
     return step
 
 
