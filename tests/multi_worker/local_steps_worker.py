@@ -390,6 +390,20 @@ def own_steps(strategy, folder, name):
     return seen
 
 
+def frozen(strategy, folder, name):
+    """The statistics of a layer that is frozen after it was traced, without `compile`."""
+    strategy.verify = "never"
+    model = build(strategy, "momentum", 2, synchronized=False)
+    [layer] = [x for x in model.layers if isinstance(x, keras.layers.BatchNormalization)]
+    seen = []
+    for _ in range(2):
+        # Three steps: the last one comes after the average.
+        model.fit(data_of(strategy), verbose=0)
+        seen.append(float(layer.moving_mean.numpy().sum()))
+        layer.trainable = False
+    return seen
+
+
 def alike(strategy, folder, name):
     """With 1, the bits of training without the argument; and random numbers of each worker."""
     strategy.verify = "never"
@@ -610,6 +624,7 @@ def shared(strategy, folder, name):
 CASES = {
     "metrics": metrics,
     "shared": shared,
+    "frozen": frozen,
     "life": life,
     "own steps": own_steps,
     "dice": dice,

@@ -43,7 +43,11 @@ def slow_fixture(run_cases, tmp_path_factory):
 @pytest.fixture(scope="module", name="own")
 def own_fixture(run_cases, tmp_path_factory):
     folder = tmp_path_factory.mktemp("local")
-    parts = (["own steps"], ["dice", "skips", "overflows", "metrics", "shared"], ["alike"])
+    parts = (
+        ["own steps"],
+        ["dice", "skips", "overflows", "metrics", "shared", "frozen"],
+        ["alike"],
+    )
     runs = [run_cases(folder, names) for names in parts]
     return [dict(collections.ChainMap(*found)) for found in zip(*runs)]
 
@@ -138,6 +142,12 @@ def test_metrics_of_the_users_own_see_the_rows_of_all_workers(own):
 def test_layers_that_another_model_trains_are_averaged_before_they_are_used(own):
     one, other = (each["shared"] for each in own)
     assert one["apart"] != other["apart"] and one["alike"] == other["alike"]
+
+
+@pytest.mark.slow
+def test_a_layer_is_averaged_that_the_traced_step_changes_though_it_is_frozen_now(own):
+    one, other = (each["frozen"] for each in own)
+    assert one == other and one[0] != one[1]
 
 
 @pytest.mark.slow

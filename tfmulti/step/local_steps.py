@@ -267,8 +267,9 @@ class Average:
     def __init__(self, model: keras.Model):
         self._model, self._strategy = model, model.distribute_strategy
         self._settle, self._known = None, []
-        # What steps change; a later `compile` may freeze some of it.
+        # What steps of a function of the model change; a later `compile` may freeze some of it.
         self._changed: list[keras.Variable] = []
+        self._function = None
         # Frozen weights that a step assigns by itself, such as a teacher's moving averages.
         self._assigned: list[keras.Variable] = []
         self.number = next(_numbers)
@@ -293,7 +294,9 @@ class Average:
             self._settle = tf.function(self._settle_pending, autograph=False)
             self._known = variables
         self._settle()
-        self._changed = averaged.variables_of(self._model)
+        # A step that was traced before layers were frozen still changes them.
+        if self._model.train_function is not self._function:
+            self._changed = averaged.variables_of(self._model)
 
     def _variables(self):
         """Returns what is averaged now, and what steps since the last average may have changed."""
@@ -306,7 +309,7 @@ class Average:
         assigned = keras_compat.variables_assigned(averaged.if_assigned(self._model))
         known = {id(variable): variable for variable in (*self._assigned, *assigned)}
         self._assigned = list(known.values())
-        self._changed = self._variables()
+        self._changed, self._function = self._variables(), self._model.train_function
         for variable in self._changed:
             known = marks.AVERAGES.get(variable)
             if self not in known:
