@@ -889,6 +889,24 @@ def test_a_model_is_built_from_the_sizes_of_a_batch(create_layers, inputs):
     assert model.layers[-1].kernel.shape == (inputs, 1)
 
 
+@pytest.mark.parametrize("channels, groups", [(4, 2), (None, 1)])
+def test_no_convolution_reads_a_server_in_what_is_compiled_with_xla(channels, groups):
+    convolve = keras.layers.Conv2D(2, 3, groups=groups)
+    layers = [keras.Input((5, 5, 4)), convolve, keras.layers.GlobalMaxPooling2D()]
+    model = keras.Sequential([*layers, keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    batch = np.ones((6, 5, 5, 4), "float32"), np.ones((6, 1), "float32")
+    spec = tf.TensorSpec((None, 5, 5, channels)), tf.TensorSpec((None, 1))
+    step = steps_of(model, batch, spec)
+    step.check_train()
+    step.check_test("validation_data")
+    for function in (step._train, step._test):
+        operations = function.get_concrete_function().graph.get_operations()
+        compiled = [each for each in operations if "_XlaMustCompile" in each.node_def.attr]
+        assert compiled
+        assert not [x for each in compiled for x in each.inputs if x.dtype == tf.resource]
+
+
 class AllMetrics(keras.Model):
     """Logs the results of all metrics of `compile` as one, as Keras's guide does."""
 

@@ -46,7 +46,7 @@ from tfmulti.keras_compat.replaced_data import (
 )
 from tfmulti.keras_compat.replaced_models import (
     MAX_BYTES, MAX_ROWS, around_call_of, gather_local, lacks_call, means_updated_by,
-    noting_reductions, rows_from_all_over,
+    noting_reductions, reading_kernels_first, rows_from_all_over,
     update_metric_by, without_tuning,
 )
 from tfmulti.keras_compat.randomness import (

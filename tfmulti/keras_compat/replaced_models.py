@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.losses import loss as keras_loss
 
 from tfmulti.keras_compat import replaced_data, replacement
@@ -310,6 +311,23 @@ def means_updated_by(update) -> Iterator[None]:
     finally:
         for kind, original in zip(kinds, originals):
             kind.update_state = original
+
+
+@contextlib.contextmanager
+def reading_kernels_first() -> Iterator[None]:
+    """Makes convolutions read their kernels outside of what Keras compiles with XLA.
+
+    Keras does so with grouped ones, and where the number of channels is unknown. XLA cannot read
+    a variable of another process.
+    """
+    original = keras_nn.conv
+
+    @functools.wraps(original)
+    def conv(inputs, kernel, *args, **kwargs):
+        return original(inputs, tf.convert_to_tensor(kernel), *args, **kwargs)
+
+    with with_attributes(keras_nn, conv=conv):
+        yield
 
 
 @contextlib.contextmanager

@@ -241,7 +241,8 @@ class RemoteStep:
             state.append((self._scale, tf.identity(self._scale.value)))
         with keras_compat.RecordingScope(state) as scope:
             _let_read(scope, self._weights)
-            with self._logs["train"].noting_results(), counting_as(share):
+            first = keras_compat.reading_kernels_first()
+            with first, self._logs["train"].noting_results(), counting_as(share):
                 gradients, logs = self._run_step(batch)
             logs = self._logs["train"].others(scope, logs)
             after = [_value_in(scope, v) for v in self._states]
@@ -315,7 +316,7 @@ class RemoteStep:
         metrics = zip(self._metrics, map(tf.constant, self.first_metrics))
         with keras_compat.RecordingScope([*seeds, *metrics]) as scope:
             _let_read(scope, [*self._weights, *self._states])
-            with self._logs["test"].noting_results():
+            with keras_compat.reading_kernels_first(), self._logs["test"].noting_results():
                 logs = self.model.test_step(batch)
             logs = self._logs["test"].others(scope, logs)
             states = [_value_in(scope, v) for v in self._metrics]
