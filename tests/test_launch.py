@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ import pytest
 from tfmulti import rendezvous
 from tfmulti.cluster import Cluster, environment
 from tfmulti.launch import __main__ as command
-from tfmulti.launch import job, logs
+from tfmulti.launch import job, logs, terminal
 from tfmulti.launch.config import LaunchConfig, part_of, read_hosts, tf_configs_here
 from tfmulti.launch.pmi import ProcessManager
 from tfmulti.runtime.processes import free_ports
@@ -758,6 +759,123 @@ def test_a_progress_bar_is_shown_while_it_grows_and_is_not_kept(tmp_path, monkey
     log.close()
     rest = terminal.getvalue().decode().splitlines()[len(shown) :]
     assert rest == ["[worker 0] 1000/1000", "[worker 0] Epoch 2/2", "[worker 0] and"]
+
+
+STALLED = """
+def end(number, _):
+    Path(sys.argv[1], "saved").touch()
+    sys.exit(128 + number)
+signal.signal(signal.SIGTERM, end)
+print("x\\n" * 3_000_000)
+Path(sys.argv[1], "ready").touch()
+time.sleep(600)
+"""
+
+
+def wait_for_file(path):
+    limit = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < limit, f"no {path}"
+        time.sleep(0.01)
+
+
+def test_a_reader_that_stops_reading_holds_nothing_up(launch, tmp_path):
+    launched = launch("--num_workers=1", "--", *worker(STALLED), tmp_path)
+    wait_for_file(tmp_path / "ready")
+    launched.process.terminate()
+    assert launched.process.wait(30) == 143 and (tmp_path / "saved").exists()
+    told = launched.process.stderr.read()
+    left_out, folder = re.fullmatch(
+        r"Lines of output not shown, since nobody read them: ([\d,]+)\n"
+        r"The logs of all workers are in (.*)\n",
+        told,
+    ).groups()
+    shown = launched.process.stdout.read().count("\n")
+    assert shown + int(left_out.replace(",", "")) == 3_000_001
+    assert (Path(folder) / "worker_0.log").stat().st_size == 6_000_001
+
+
+def test_a_failure_is_told_and_restarted_though_nobody_reads_the_output(launch, tmp_path):
+    code = """
+        print("x\\n" * 3_000_000)
+        if restarts:
+            Path(sys.argv[1], "again").touch()
+        sys.exit(9)
+    """
+    launched = launch("--num_workers=1", "--max_restarts=1", "--", *worker(code), tmp_path)
+    wait_for_file(tmp_path / "again")
+    assert launched.process.wait(30) == 9
+    told = launched.process.stderr.read()
+    assert told.index("failed with exit code 9") < told.index("Restart 1 (of 1)")
+
+
+def test_nobody_reads_either_of_the_two(launch, tmp_path):
+    reads, writes = os.pipe()
+    command = [sys.executable, "-m", "tfmulti.launch", "--num_workers=1", "--", *worker(STALLED)]
+    started = subprocess.Popen([*command, str(tmp_path)], stdout=writes, stderr=writes)
+    os.close(writes)
+    wait_for_file(tmp_path / "ready")
+    started.terminate()
+    try:
+        assert started.wait(30) == 143 and (tmp_path / "saved").exists()
+    finally:
+        started.kill()
+        os.close(reads)
+
+
+def test_a_great_deal_of_output_is_shown_whole_and_in_order(run):
+    code = """
+        for first in range(0, 200_000, 1000):
+            print(*(f"{index} {number}" for number in range(first, first + 1000)), sep="\\n")
+        print("end", end="")
+    """
+    done, stdout, stderr = run("--num_workers=2", "--all_output", "--", *worker(code))
+    assert (done, stderr) == (0, "")
+    for index in range(2):
+        begin = f"[worker {index}] "
+        lines = [line for line in stdout.splitlines() if line.startswith(begin)]
+        assert lines == [f"{begin}{index} {number}" for number in range(200_000)] + [f"{begin}end"]
+
+
+@pytest.fixture
+def output(monkeypatch):
+    """An output whose two files are pipes, and their ends to read from."""
+    monkeypatch.setattr(terminal, "STALLED_S", 1.0)
+    with contextlib.ExitStack() as stack:
+        ends = [os.pipe() for _ in range(2)]
+        for name, (_, writes) in zip(("stdout", "stderr"), ends):
+            monkeypatch.setattr(sys, name, stack.enter_context(open(writes, "w")))
+        files = [stack.enter_context(open(reads, "rb", 0)) for reads, _ in ends]
+        # Closed first, which ends a write that nobody reads.
+        yield terminal.Output(), *files
+
+
+def test_what_the_launcher_says_waits_for_lines_before_it_unless_nobody_reads_them(output):
+    shown, lines, words = output
+    shown.write(b"a\n" * 50_000)
+    shown.print_error("told")
+    assert not select.select([words], [], [], 0.05)[0]
+    assert lines.read(100_000) and words.read(100) == b"told\n"
+    shown.write(b"b\n" * 50_000)
+    shown.print_error("told again")
+    assert words.read(100) == b"told again\n"
+    assert shown.drain() > 0
+
+
+def test_lines_that_nobody_reads_are_left_out_and_counted(output):
+    shown, lines, _ = output
+    while shown.has_room():
+        shown.write(b"a\n" * 100_000)
+    assert not shown.has_room(60.0)
+    shown.write(b"left out\n" * 3)
+    while not shown.has_room(1.0):
+        lines.read(1 << 16)
+    shown.write(b"later\n")
+    text = b""
+    while not text.endswith(b"later\n"):
+        text += lines.read(1 << 16)
+    assert text.endswith(b"a\n(3 lines are left out here)\nlater\n")
+    assert shown.drain() == 0
 
 
 SHOW = """

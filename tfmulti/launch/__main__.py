@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.job import Job
+from tfmulti.launch.logs import Log
+from tfmulti.launch.terminal import Output
 from tfmulti.runtime import command_line, errors
 
 USAGE = "python -m tfmulti.launch [flags] -- COMMAND: runs a command on all workers of this host."
@@ -33,14 +36,24 @@ def main(argv: list[str] | None = None) -> int:
         )
         return command_line.BAD_USAGE
     try:
-        config = command_line.read_settings(LaunchConfig, values)
-        return Job(config, command).run()
+        return _run(command_line.read_settings(LaunchConfig, values), command)
     except ValueError as error:
         command_line.print_error(f"error: {error}")
         return command_line.BAD_USAGE
     except OSError as error:
         command_line.print_error(f"error: {errors.short_message(error)}")
         return command_line.ERROR
+
+
+def _run(config, command) -> int:
+    output = Output()
+    create_log = partial(Log, terminal=output, has_room=output.has_room)
+    try:
+        return Job(
+            config, command, output.print_error, create_log=create_log, drain=output.drain
+        ).run()
+    finally:
+        output.drain()
 
 
 if __name__ == "__main__":

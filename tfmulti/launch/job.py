@@ -42,6 +42,9 @@ CAUSE_WAIT_S = 5.0
 FIRST_DELAY_S = 1.0
 """Seconds until the first restart; each further one waits twice as long."""
 
+SLOW_READER_S = 5.0
+"""Maximum seconds to wait, before a failure is printed, for a reader of the failed one's output."""
+
 _POLL_S = 0.05
 _LONGEST_DELAY_S = 30.0
 # Signals within so many seconds are one request: systemd and logind send more than one.
@@ -77,6 +80,8 @@ class Job:
         print_fn: Function that takes a line of text for the user.
         print_note: The same for what is no failure; by default `print_fn`.
         create_log: Function that creates the log of a worker, such as `logs.Log`.
+        drain: Function that waits for the reader of what the logs have shown, and returns how many
+            lines it has not read, as `terminal.Output.drain`.
 
     Attributes:
         outcome: How the last start of all workers ended; None before the first has ended.
@@ -92,11 +97,13 @@ class Job:
         *,
         print_note: Callable[[str], None] | None = None,
         create_log: Callable[..., Log] = Log,
+        drain: Callable[[], int] = lambda: 0,
     ):
         self.config, self.command, self.print_fn = config, command, print_fn
         self._print_note = print_note or print_fn
         self.outcome: Outcome | None = None
-        self._create_log = create_log
+        self._create_log, self._drain = create_log, drain
+        self._logs: dict[int, Log] = {}
         self.names: dict[int, str] = {}
         self._events: queue.SimpleQueue = queue.SimpleQueue()
         self.restarts = self._counted = 0
@@ -129,9 +136,12 @@ class Job:
                 code = self._run_until_done(first_start)
             return code
         finally:
-            if code == 0 and not kept:
+            left_out = self._drain() + sum(log.left_out for log in self._logs.values())
+            if left_out:
+                self.print_fn(f"Lines of output not shown, since nobody read them: {left_out:,}")
+            if code == 0 and not kept and not left_out:
                 shutil.rmtree(folder, ignore_errors=True)
-            elif not kept:
+            elif left_out or not kept:
                 self.print_fn(f"The logs of all workers are in {folder}")
 
     def _run_until_done(self, configs) -> int:
@@ -260,7 +270,7 @@ class Job:
                 name = self.names[each.index]
                 self.print_fn(f"{name} exited early with code {each.returncode}")
         log = self._logs[first.index]
-        log.show_rest()
+        log.show_rest(SLOW_READER_S)
         name = self.names[first.index]
         self.print_fn(f"{name} {first.describe()} (log: {log.path})")
         if first.returncode == -signal.SIGKILL:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from tfmulti.cluster import environment
+from tfmulti.launch.terminal import Output
 from tfmulti.runtime import processes
 
 _TRACEBACK = "Traceback (most recent call last):"
@@ -111,6 +113,8 @@ def _read_message(lines) -> list[str]:
 
 
 _PIECE = 1 << 16
+# Pieces shown by one call, so that a worker that writes without end does not hold the caller up.
+_MOST_PIECES = 64
 # Seconds between two pictures of a progress bar, each of which is a line on the terminal.
 _BAR_S = 2.0
 # A line of TensorFlow's runtime, such as "E0000 00:00:17 collective.cc:8] ...": kept in the file
@@ -129,12 +133,24 @@ class Log:
         name: The worker's name, before each line on the terminal.
         shown: Whether its lines go to the terminal.
         terminal: Where they go.
+        has_room: Function that waits for room on the terminal, as `terminal.Output.has_room`:
+            without room, output stays in the file until there is.
+
+    Attributes:
+        left_out: Lines that the terminal has not shown, once the log is closed.
     """
 
-    def __init__(self, path: Path, name: str, shown: bool, terminal: BinaryIO | None = None):
-        self.path, self.shown = path, shown
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        shown: bool,
+        terminal: BinaryIO | Output | None = None,
+        has_room: Callable[[float], bool] = lambda limit_s: True,
+    ):
+        self.path, self.shown, self.left_out = path, shown, 0
         self._prefix = f"[{name}] ".encode()
-        self._terminal = terminal or sys.stdout.buffer
+        self._terminal, self._has_room = terminal or sys.stdout.buffer, has_room
         self._reader = open(path, "w+b")
         self._rest = self._bar = b""
         self._last_shown = -_BAR_S
@@ -151,22 +167,39 @@ class Log:
 
     def show_new(self) -> None:
         """Shows new complete lines, and now and then how far a progress bar has come."""
-        while self.shown and (piece := self._reader.read(_PIECE)):
-            *lines, rest = (self._rest + piece).split(b"\n")
-            if lines:
-                self._write(lines)
-                self._bar = b""
-            # Only the picture that is being drawn is kept: the whole line of an epoch is megabytes.
-            before, again, _ = rest.rstrip(b"\r").rpartition(b"\r")
-            self._bar = before if again else self._bar
-            self._rest = rest[len(before + again) :]
+        for _ in range(_MOST_PIECES):
+            if not (self.shown and self._has_room(0.0) and self._show_piece()):
+                break
         if _last_picture(self._bar).strip() and time.monotonic() >= self._last_shown + _BAR_S:
             self._write([self._bar])
             self._bar = b""
 
-    def show_rest(self) -> None:
-        """Shows all new output, including an incomplete last line."""
-        self.show_new()
+    def _show_piece(self) -> bool:
+        """Shows the next piece of the file; returns whether there was one."""
+        piece = self._reader.read(_PIECE)
+        *lines, rest = (self._rest + piece).split(b"\n")
+        if lines:
+            self._write(lines)
+            self._bar = b""
+        # Only the picture that is being drawn is kept: the whole line of an epoch is megabytes.
+        before, again, _ = rest.rstrip(b"\r").rpartition(b"\r")
+        self._bar = before if again else self._bar
+        self._rest = rest[len(before + again) :]
+        return bool(piece)
+
+    def show_rest(self, limit_s: float = math.inf) -> None:
+        """Shows all new output, including an incomplete last line.
+
+        Args:
+            limit_s: Seconds to wait for a slow reader of the terminal; what it has not read then
+                is shown later.
+        """
+        limit = time.monotonic() + limit_s
+        while self.shown:
+            if not self._has_room(limit - time.monotonic()):
+                return
+            if not self._show_piece():
+                break
         if self._rest:
             self._write([self._rest])
         self._rest = self._bar = b""
@@ -179,6 +212,9 @@ class Log:
 
     def close(self) -> None:
         """Closes the file."""
+        while self.shown and (piece := self._rest + self._reader.read(_PIECE)):
+            self._rest = b""
+            self.left_out += piece.count(b"\n")
         self._reader.close()
 
     def _write(self, lines):
@@ -186,8 +222,7 @@ class Log:
         asked_for = os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "0"
         lines = [line for line in lines if asked_for or not _RUNTIME_LINE.match(line)]
         try:
-            for line in lines:
-                self._terminal.write(self._prefix + line + b"\n")
+            self._terminal.write(b"".join(self._prefix + line + b"\n" for line in lines))
             self._terminal.flush()
         except (OSError, ValueError):  # The terminal, or the reader of the pipe, has gone.
             self.shown = False

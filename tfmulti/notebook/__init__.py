@@ -216,11 +216,11 @@ class CellLog(Log):
     It is shown unchanged, without the worker's name, since Keras's progress bar overwrites lines.
     """
 
-    def show_new(self) -> None:
-        """Shows new output."""
-        while self.shown and (piece := self._reader.read(_PIECE)):
-            self._terminal.write(piece)
-            self._terminal.flush()
+    def _show_piece(self) -> bool:
+        piece = self._reader.read(_PIECE)
+        self._terminal.write(piece)
+        self._terminal.flush()
+        return bool(piece)
 
 
 def _create_job(folder, config) -> Job:
