@@ -390,6 +390,76 @@ def test_one_end_that_is_told_with_several_signals_leaves_time_to_save(launch, t
     assert (done, stdout) == (143, "[worker 0] saved, told 1\n")
 
 
+# A program that a shell has started without `exec`, with a child that loads data.
+IN_A_SHELL = """
+import signal, subprocess, sys, time
+told = []
+for number in map(int, sys.argv[1].split(",")):
+    signal.signal(number, lambda number, _: told.append(number))
+child = subprocess.Popen(["sleep", "600"])
+print("ready", flush=True)
+while not told:
+    time.sleep(0.01)
+# As long as a checkpoint takes: what comes meanwhile is heard.
+time.sleep(1)
+print("saved, told", *told, "child", child.poll(), flush=True)
+sys.exit(143)
+"""
+
+
+@pytest.fixture
+def launch_script(launch, tmp_path):
+    def start(shell, lines, *flags):
+        (tmp_path / "program.py").write_text(IN_A_SHELL)
+        program = f"{sys.executable} {tmp_path / 'program.py'}"
+        (tmp_path / "train.sh").write_text(lines.format(program=program))
+        launched = launch("--num_workers=1", *flags, "--", shell, tmp_path / "train.sh")
+        launched.wait_for_line("ready")
+        return launched
+
+    return start
+
+
+@pytest.mark.parametrize("shell", ["bash", "sh"])
+def test_a_program_that_a_shell_has_started_saves_after_sigterm_too(launch_script, shell):
+    launched = launch_script(shell, "{program} 15\necho not reached\n")
+    launched.process.terminate()
+    done, stdout, _ = launched.finish()
+    assert (done, stdout) == (143, "[worker 0] saved, told 15 child None\n")
+
+
+def test_so_does_one_in_a_shell_within_a_shell(launch_script):
+    launched = launch_script("sh", "sh -c '{program} 15; echo not reached'\necho nor here\n")
+    launched.process.terminate()
+    done, stdout, _ = launched.finish()
+    assert (done, stdout) == (143, "[worker 0] saved, told 15 child None\n")
+
+
+@pytest.mark.parametrize("shell", ["bash", "sh"])
+def test_ctrl_c_reaches_the_program_in_a_shell_once(launch_script, shell):
+    """And its children, as on a terminal."""
+    launched = launch_script(shell, "{program} 2\nexit 3\n")
+    launched.process.send_signal(signal.SIGINT)
+    done, stdout, _ = launched.finish()
+    # bash waits for its program, and dash is ended.
+    assert (done, stdout) == (130, "[worker 0] saved, told 2 child -2\n")
+
+
+def test_a_program_in_the_background_hears_of_ctrl_c_by_sigterm(launch_script):
+    launched = launch_script("bash", "{program} 15 &\nwait\n")
+    launched.process.send_signal(signal.SIGINT)
+    done, stdout, _ = launched.finish()
+    assert (done, stdout) == (130, "[worker 0] saved, told 15 child None\n")
+
+
+def test_what_a_shell_leaves_has_no_more_than_the_grace_period(launch_script):
+    lines = "trap '' TERM\n{program} 2 &\ntrap - TERM\nwait\n"
+    launched = launch_script("bash", lines, "--grace=0.5")
+    launched.process.terminate()
+    done, stdout, _ = launched.finish()
+    assert (done, stdout) == (143, "")
+
+
 def test_the_same_signal_later_means_at_once(monkeypatch):
     sent, now = [], [100.0]
     monkeypatch.setattr(job, "time", types.SimpleNamespace(monotonic=lambda: now[0]))

@@ -3,9 +3,11 @@
 It is a separate program that imports no other module of this package: it starts in milliseconds,
 and survives if the launcher is killed. When the launcher exits, the kernel closes the file
 descriptor `lifeline`; the launcher can also close it. Then the supervisor kills the worker and all
-its descendants, in any session. When the worker exits, it kills the remaining descendants. It
-forwards SIGTERM and SIGINT to the worker, and SIGHUP as SIGTERM; other signals that the launcher
-shall pass on must be added to `_FORWARDED`, or they end the supervisor, and with it the worker.
+its descendants, in any session. When the worker exits, it kills the remaining descendants, unless
+the worker is a shell that a forwarded signal has ended: then its programs have time to end too.
+It forwards SIGTERM to the worker, SIGHUP as SIGTERM, and SIGINT, like a terminal, to all of its
+process group; other signals that the launcher shall pass on must be added to `_FORWARDED`, or they
+end the supervisor, and with it the worker.
 """
 
 import os
@@ -101,14 +103,42 @@ def _wait(worker, lifeline, woken) -> int:
             now = time.monotonic()
             if number and now - forwarded.get(number, -_SAME_REQUEST_S) >= _SAME_REQUEST_S:
                 forwarded[number] = now
-                _send(worker, number)
+                # Before the worker has made its own session, it is alone.
+                has_group = os.getpgid(worker) == worker
+                _send(-worker if number == signal.SIGINT and has_group else worker, number)
         while True:
             # Orphans of the worker are children of this process, which must reap them.
             child, status = os.waitpid(-1, os.WNOHANG)
             if child == worker:
+                if os.WIFSIGNALED(status) and os.WTERMSIG(status) in forwarded:
+                    _end_orphans(os.WTERMSIG(status), lifeline, woken)
                 return status
             if not child:
                 break
+
+
+def _end_orphans(number, lifeline, woken):
+    """Passes on the signal that has ended the worker, and waits until `lifeline` closes at most.
+
+    A shell without `exec` dies at once, while the program that it has started would save. Told are
+    only processes whose parent the signal has ended: one that saves may need its children.
+    """
+    told, is_new = set(), True
+    while True:
+        for child in set(_children()) - told if is_new else ():
+            told.add(child)
+            # All of the group have got SIGINT, but a shell's background programs ignore it.
+            if number == signal.SIGTERM or _ignores(child, number):
+                _send(child, signal.SIGTERM)
+        if not told:
+            return
+        child, status = os.waitpid(-1, os.WNOHANG)
+        is_new = child in told and os.WIFSIGNALED(status)
+        told.discard(child)
+        if not child:
+            if lifeline in select.select([lifeline, woken], [], [])[0]:
+                return
+            os.read(woken, 4096)
 
 
 def _kill_all(worker):
@@ -148,6 +178,15 @@ def _children() -> list[int]:
             return [int(word) for word in file.read().split()]
     except OSError:
         return []
+
+
+def _ignores(process, number) -> bool:
+    try:
+        with open(f"/proc/{process}/status") as file:
+            [mask] = [line.split()[1] for line in file if line.startswith("SigIgn:")]
+    except (OSError, ValueError):
+        return False
+    return bool(int(mask, 16) >> number - 1 & 1)
 
 
 def _prctl(option, value):
