@@ -22,7 +22,7 @@ import pytest
 from tfmulti import rendezvous
 from tfmulti.cluster import Cluster, environment
 from tfmulti.launch import __main__ as command
-from tfmulti.launch import job, logs, terminal
+from tfmulti.launch import job, logs, restarts, terminal
 from tfmulti.launch.config import LaunchConfig, part_of, read_hosts, tf_configs_here
 from tfmulti.launch.pmi import ProcessManager
 from tfmulti.runtime.processes import free_ports
@@ -115,7 +115,7 @@ def run(launch):
 @pytest.fixture
 def run_job(monkeypatch, tmp_path):
     """Runs a job in this process, with short waits; returns the exit code and what was told."""
-    monkeypatch.setattr(job, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(restarts, "FIRST_DELAY_S", 0.01)
     monkeypatch.setattr(job, "CAUSE_WAIT_S", 1.0)
 
     def run(code, **settings):
@@ -262,10 +262,28 @@ def test_restarts_have_fresh_ports_and_a_fresh_token(run_job, tmp_path):
 
 
 def test_a_job_that_was_preempted_a_thousand_times_is_restarted_again(tmp_path):
-    preempted = job.Job(LaunchConfig(num_workers=1, log_dir=str(tmp_path)), ["true"], print)
-    preempted.restarts, preempted._progress = 5000, tmp_path
+    counted = restarts.Restarts(0, print)
+    counted.total = 5000
     (tmp_path / "0").touch()
-    assert preempted._delay_of_restart(logs.WorkerExit(0, environment.PREEMPTED, 1.0)) == 30.0
+    preempted = logs.WorkerExit(0, environment.PREEMPTED, 1.0)
+    assert counted.delay_of_all(preempted, tmp_path) == 30.0
+
+
+@pytest.mark.parametrize("code", [-signal.SIGTERM, environment.PREEMPTED])
+def test_a_worker_that_ends_at_each_start_is_not_restarted_for_ever(tmp_path, code):
+    """With servers a worker is restarted alone: the steps that the chief has done are not its."""
+    (tmp_path / "worker_0").touch()
+    told = []
+    counted = restarts.Restarts(3, told.append)
+    at_start, preempted = (logs.WorkerExit(1, code, seconds) for seconds in (0.1, 600.0))
+    delays = [
+        counted.delay_of_one(each, "worker 1", tmp_path)
+        for each in (at_start, at_start, preempted, preempted, at_start, at_start)
+    ]
+    assert delays == [1.0, 2.0, 1.0, 1.0, 1.0, None]
+    numbers = [re.search(r"Restart (.*\)) of", line)[1] for line in told]
+    preempted = [f"{number} (preempted, not counted)" for number in (3, 4)]
+    assert numbers == ["1 (of 3)", "2 (of 3)", *preempted, "3 (of 3)"]
 
 
 def test_restarts_are_bounded(run_job):

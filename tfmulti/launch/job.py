@@ -31,6 +31,7 @@ from tfmulti.launch.config import (
 from tfmulti.launch.group import Group, signals_as_events
 from tfmulti.launch.logs import Log, WorkerExit, open_logs
 from tfmulti.launch.pmi import ProcessManager, variables_of_others
+from tfmulti.launch.restarts import PERMANENT, Restarts
 from tfmulti.runtime import command_line
 
 PEERS_GRACE_S = 5.0
@@ -39,19 +40,12 @@ PEERS_GRACE_S = 5.0
 CAUSE_WAIT_S = 5.0
 """Seconds to wait for the cause where workers say that they have lost a peer."""
 
-FIRST_DELAY_S = 1.0
-"""Seconds until the first restart; each further one waits twice as long."""
-
 SLOW_READER_S = 5.0
 """Maximum seconds to wait, before a failure is printed, for a reader of the failed one's output."""
 
 _POLL_S = 0.05
-_LONGEST_DELAY_S = 30.0
 # Signals within so many seconds are one request: systemd and logind send more than one.
 _SAME_REQUEST_S = 1.0
-# Errors of the program or the user, and a command that cannot be run or does not exist: a restart
-# would not help.
-_PERMANENT = (command_line.ERROR, command_line.BAD_USAGE, 126, 127)
 # The index of the chief, where there are parameter servers.
 _CHIEF = 0
 
@@ -85,7 +79,6 @@ class Job:
 
     Attributes:
         outcome: How the last start of all workers ended; None before the first has ended.
-        restarts: Restarts so far, of all workers or of one.
         names: The names of the tasks, by index; empty before the first start.
     """
 
@@ -106,9 +99,13 @@ class Job:
         self._logs: dict[int, Log] = {}
         self.names: dict[int, str] = {}
         self._events: queue.SimpleQueue = queue.SimpleQueue()
-        self.restarts = self._counted = 0
+        self._restarts = Restarts(config.max_restarts, print_fn)
         self._name = secrets.token_hex(8)
-        self._has_progress = False
+
+    @property
+    def restarts(self) -> int:
+        """Restarts so far, of all workers or of one."""
+        return self._restarts.total
 
     def run(self) -> int:
         """Starts the workers, restarts them after failures, and prints what went wrong.
@@ -149,7 +146,6 @@ class Job:
             with tempfile.TemporaryDirectory(prefix="tfmulti_progress_") as progress:
                 self._progress = Path(progress)
                 self.outcome = outcome = self._run_once(configs, self._progress)
-                self._has_progress |= _has_files(self._progress)
                 if outcome.signalled is not None:
                     done = not any(exited.returncode for exited in outcome.ended)
                     self._report_unclean(outcome)
@@ -157,7 +153,7 @@ class Job:
                 if outcome.first is None:
                     return 0
                 self._report_failure(outcome.first, outcome.ended)
-                delay = self._delay_of_restart(outcome.first)
+                delay = self._restarts.delay_of_all(outcome.first, self._progress)
             if delay is None:
                 return outcome.first.exit_code
             signalled = self._pause(delay)
@@ -207,45 +203,7 @@ class Job:
 
     def restart_delay(self, ended: WorkerExit) -> float | None:
         """Returns the seconds until one worker is restarted alone; None where it is not."""
-        restart, name = self._count_restart(ended), self.names[ended.index]
-        if restart is None:
-            return None
-        self.print_fn(
-            f"{name} {ended.describe()}. {restart} of {name} in {FIRST_DELAY_S:g} s; "
-            "the others go on"
-        )
-        return FIRST_DELAY_S
-
-    def _delay_of_restart(self, first) -> float | None:
-        """Returns the seconds until the restart; None where there is none. Counts it."""
-        if first.returncode in _PERMANENT and not self._has_progress:
-            if self.config.max_restarts:
-                self.print_fn(
-                    "Not restarted: it failed before the first training step. `fit` and "
-                    "`train_on_batch` note that step; a custom loop must create the file that "
-                    "TFMULTI_PROGRESS names: see docs/howto/launcher.md."
-                )
-            return None
-        # Bounded before: a job that is often preempted has more restarts than a float exponents.
-        delay = min(FIRST_DELAY_S * 2.0 ** min(self.restarts, 10), _LONGEST_DELAY_S)
-        restart = self._count_restart(first)
-        if restart is None:
-            return None
-        self.print_fn(f"{restart} of all workers in {delay:g} s")
-        return delay
-
-    def _count_restart(self, ended) -> str | None:
-        """Counts a restart, and returns its number as text; None where no more are allowed."""
-        most = self.config.max_restarts
-        # With no step done in this start, a job that is preempted again and again gets nowhere.
-        by_sigterm = ended.returncode in (environment.PREEMPTED, -signal.SIGTERM)
-        if by_sigterm and _has_files(self._progress):
-            self.restarts += 1
-            return f"Restart {self.restarts} (preempted, not counted)"
-        if self._counted >= most:
-            return None
-        self.restarts, self._counted = self.restarts + 1, self._counted + 1
-        return f"Restart {self._counted} (of {most})"
+        return self._restarts.delay_of_one(ended, self.names[ended.index], self._progress)
 
     def _pause(self, seconds) -> int | None:
         """Waits; returns the signal that was received, or None."""
@@ -278,11 +236,6 @@ class Job:
         words = logs.log_tail(log.since_start())
         if words:
             self.print_fn("\n".join(f"[{name}] {line}" for line in words.splitlines()))
-
-
-def _has_files(folder: Path) -> bool:
-    # Workers keep temporary folders there, too.
-    return any(each.is_file() for each in folder.iterdir())
 
 
 class _Watch:
@@ -344,7 +297,7 @@ class _Watch:
 
     def _is_lost_worker(self, ended) -> bool:
         """Whether it is a worker that was killed, not one that ended because of the others."""
-        codes = (0, environment.PEER_LOST, *_PERMANENT)
+        codes = (0, environment.PEER_LOST, *PERMANENT)
         return ended.index in self._workers and ended.returncode not in codes
 
     def _chief_is_done(self) -> bool:
