@@ -719,6 +719,23 @@ def test_two_hosts_train_together(launch, tmp_path):
         assert launched.finish() == (0, f"[worker {index}] met 2 {index}\n", "")
 
 
+@pytest.mark.parametrize("change", ["write_text('127.0.0.1:7 slots=2')", "unlink()"])
+def test_a_hosts_file_that_changes_does_not_change_the_job(run_job, tmp_path, change):
+    path = tmp_path / "hosts"
+    path.write_text(f"127.0.0.1:{free_ports(1)[0]}\n")
+    code = f"""
+        print(config["cluster"])
+        if not restarts:
+            Path({str(path)!r}).{change}
+            sys.exit(9)
+    """
+    done, told = run_job(code, num_workers=None, hosts=str(path), max_restarts=1)
+    assert done == 0
+    assert f"{path} has changed. The job continues with the hosts that it began with" in told
+    first, _, again = (tmp_path / "logs" / "worker_0.log").read_text().splitlines()
+    assert first == again
+
+
 TRACEBACK = """Traceback (most recent call last):
   File "a.py", line 1, in <module>
     fit()

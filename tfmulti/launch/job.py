@@ -159,7 +159,25 @@ class Job:
             signalled = self._pause(delay)
             if signalled is not None:
                 return 128 + signalled
-            configs = tf_configs_here(self.config)
+            configs = self._configs_again(configs)
+
+    def _configs_again(self, configs) -> dict[int, str]:
+        """Returns the TF_CONFIGs of a restart: with new ports, or those of the hosts file again.
+
+        The launchers of other hosts have read the file when they began, and so do not see a change.
+        """
+        if self.config.hosts is None:
+            return tf_configs_here(self.config)
+        try:
+            has_changed = tf_configs_here(self.config) != configs
+        except ValueError:
+            has_changed = True
+        if has_changed:
+            self.print_fn(
+                f"{self.config.hosts} has changed. The job continues with the hosts that it began "
+                "with; to use the others, end the launchers of all hosts, and start them again."
+            )
+        return configs
 
     def _run_once(self, configs, progress) -> Outcome:
         token = os.environ.get(environment.TOKEN) if self.config.hosts else secrets.token_hex(32)
