@@ -833,6 +833,48 @@ def test_lines_of_tensorflows_runtime_stay_in_the_file_unless_asked_for(
     assert line in (tmp_path / "log").read_text()
 
 
+def test_a_log_folder_that_is_used_again_keeps_what_is_in_it(run, tmp_path):
+    def start(code):
+        flags = ["--num_workers=1", "--max_restarts=1", f"--log_dir={tmp_path}"]
+        return run(*flags, "--", *worker(code))
+
+    crash = """
+        print("Traceback (most recent call last):\\n  the cause", end="")
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    assert start(crash)[0] == 137
+    # What is told of the second is its own.
+    done, stdout, stderr = start("os.kill(os.getpid(), signal.SIGKILL)")
+    assert (done, stdout) == (137, "[worker 0] --- restart 1 ---\n")
+    assert "was ended by SIGKILL" in stderr and "Traceback" not in stderr
+    assert start("print('third')") == (0, "[worker 0] third\n", "")
+    text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d [+-]\d{4}", "TIME", read_log(tmp_path))
+    cause = "Traceback (most recent call last):\n  the cause\n"
+    assert text == (
+        f"{cause}--- restart 1 ---\n{cause}"
+        "--- start 2 of the launcher, TIME ---\n--- restart 1 ---\n"
+        "--- start 3 of the launcher, TIME ---\nthird\n"
+    )
+
+
+def read_log(folder):
+    return (folder / "worker_0.log").read_text()
+
+
+def test_a_log_folder_of_a_launcher_that_runs_is_refused(launch, run, tmp_path):
+    flags = ["--num_workers=1", f"--log_dir={tmp_path}", "--"]
+    first = launch(*flags, *worker(READY))
+    first.wait_for_line("ready")
+    done, _, stderr = run(*flags, "true")
+    assert done == 2
+    path = tmp_path / "worker_0.log"
+    assert f"Received: {path}, to which another one writes now. Use another" in stderr
+    first.process.terminate()
+    assert first.finish()[0] == 143
+    assert read_log(tmp_path) == "ready\nsaved on SIGTERM\n"
+    assert run(*flags, "true")[0] == 0
+
+
 class Picture:
     """Keras's progress bar, as it writes itself: over and over again within one line."""
 

@@ -57,6 +57,16 @@ def test_a_cell_shows_that_there_are_too_few_gpus(tmp_path, monkeypatch, capsys)
     assert "2 workers train on the CPU" in capsys.readouterr().out
 
 
+def test_what_a_worker_has_said_in_an_earlier_call_is_not_told(tmp_path):
+    before = "Traceback (most recent call last):\n  of another call\n"
+    (tmp_path / "worker_0.log").write_text(before)
+    job = notebook._create_job(tmp_path, LaunchConfig(num_workers=1, log_dir=str(tmp_path)))
+    job.command = ["sh", "-c", "echo now; kill -KILL $$"]
+    assert job.run() == 128 + signal.SIGKILL
+    told = notebook._explain(tmp_path, job, print)
+    assert re.fullmatch(r"worker 0 of 1 was ended by SIGKILL after .* s\.\nnow", told)
+
+
 @pytest.mark.slow
 def test_the_script_of_the_readme_runs_twice_in_one_kernel():
     check = "accuracy = model.evaluate(test[0], test[1], verbose=0)[1]\nround(accuracy, 4)"

@@ -65,7 +65,8 @@ class LaunchConfig:
         at_least=0.0,
     )
     log_dir: str | None = setting(
-        None, "Folder for worker_0.log and so on; by default a temporary one."
+        None,
+        "Folder for worker_0.log and so on, which are continued; by default a temporary one.",
     )
     all_output: bool = setting(False, "Show the output of all workers, not the chief's only.")
     hosts: str | None = setting(

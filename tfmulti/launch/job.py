@@ -115,7 +115,7 @@ class Job:
             number of the signal that ended the launcher.
 
         Raises:
-            ValueError: For a hosts file that cannot be used.
+            ValueError: For a hosts file that cannot be used, or logs to which another job writes.
         """
         first_start = tf_configs_here(self.config)
         self.names = names = {index: task_name(config) for index, config in first_start.items()}
@@ -208,6 +208,10 @@ class Job:
                     variables |= manager.variables(index)
             group = Group(self.command, environments, self._logs, self._events, heading)
             return _Watch(self, stack.enter_context(group), self._logs).run()
+
+    def output_of(self, index: int) -> str:
+        """Returns the output of a task since its last start, or the end of a long one."""
+        return self._logs[index].since_start()
 
     def next_event(self, wait_s):
         """Returns the next event, or None; shows new output of the workers while it waits."""

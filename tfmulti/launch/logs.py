@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import math
 import os
 import re
@@ -122,6 +123,10 @@ _BAR_S = 2.0
 _RUNTIME_LINE = re.compile(rb"[IWEF]\d{4} \d\d:\d\d:\d+|WARNING: All log messages before absl")
 
 
+# The line before what the second launcher with the same log file has added, and so on.
+_START = "--- start {} of the launcher, {} ---"
+
+
 class Log:
     """The log file of one worker, over all restarts.
 
@@ -129,7 +134,8 @@ class Log:
     over again and again, as Keras's progress bar is, the terminal shows some pictures and the last.
 
     Args:
-        path: The file; its old content is deleted.
+        path: The file. One that a launcher has left is continued, after a line with the number and
+            the time of this start: it may tell why the launcher was started again.
         name: The worker's name, before each line on the terminal.
         shown: Whether its lines go to the terminal.
         terminal: Where they go.
@@ -138,6 +144,9 @@ class Log:
 
     Attributes:
         left_out: Lines that the terminal has not shown, once the log is closed.
+
+    Raises:
+        ValueError: If another launcher writes to the file.
     """
 
     def __init__(
@@ -151,7 +160,9 @@ class Log:
         self.path, self.shown, self.left_out = path, shown, 0
         self._prefix = f"[{name}] ".encode()
         self._terminal, self._has_room = terminal or sys.stdout.buffer, has_room
-        self._reader = open(path, "w+b")
+        self._reader = open(path, "a+b")
+        _lock(self._reader)
+        self._begin()
         self._rest = self._bar = b""
         self._last_shown = -_BAR_S
         self._start = 0
@@ -160,10 +171,20 @@ class Log:
         """Returns the file for a worker to write to, at its end; the caller closes it."""
         file = open(self.path, "ab")
         if heading:
-            file.write(f"{heading}\n".encode())
+            file.write(_as_line(heading, self.path))
             file.flush()
         self._start = self.path.stat().st_size
         return file
+
+    def _begin(self):
+        """Writes the line that separates this launcher's output from an earlier one's, if any."""
+        self._reader.seek(0)
+        begins = _START.partition("{")[0].encode()
+        number = 2 + sum(line.startswith(begins) for line in self._reader)
+        if self._reader.tell():
+            heading = _START.format(number, time.strftime("%Y-%m-%d %H:%M:%S %z"))
+            self._reader.write(_as_line(heading, self.path))
+        self._reader.seek(0, os.SEEK_END)
 
     def show_new(self) -> None:
         """Shows new complete lines, and now and then how far a progress bar has come."""
@@ -233,6 +254,29 @@ def _last_picture(line: bytes) -> bytes:
     return line.rstrip(b"\r").rpartition(b"\r")[2].replace(b"\b", b"")
 
 
+def _as_line(heading, path) -> bytes:
+    """Returns a heading as a line of its own, also after one without an end."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return (b"\n" if file.read() not in (b"", b"\n") else b"") + f"{heading}\n".encode()
+
+
+def _lock(file):
+    """Locks a file until it is closed, where its file system can."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(
+            "`log_dir` must be a folder to which no other launcher writes the same logs. "
+            f"Received: {file.name}, to which another one writes now. "
+            "Use another --log_dir, or end the other launcher."
+        ) from None
+    except OSError:
+        pass
+
+
 @contextlib.contextmanager
 def open_logs(folder: Path, names: dict[int, str], all_output: bool, create=Log):
     """Opens the log of each worker; that of worker 0, the chief, is shown, or all are.
@@ -242,13 +286,16 @@ def open_logs(folder: Path, names: dict[int, str], all_output: bool, create=Log)
         names: The workers' names, by index.
         all_output: Whether all are shown.
         create: Function that creates a log, such as `Log`.
+
+    Raises:
+        ValueError: If another launcher writes to one of the logs.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    logs = {
-        index: create(folder / f"{name.replace(' ', '_')}.log", name, all_output or index == 0)
-        for index, name in names.items()
-    }
+    logs: dict[int, Log] = {}
     try:
+        for index, name in names.items():
+            path = folder / f"{name.replace(' ', '_')}.log"
+            logs[index] = create(path, name, all_output or index == 0)
         yield logs
     finally:
         for log in logs.values():

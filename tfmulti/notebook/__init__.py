@@ -262,8 +262,7 @@ def _explain(folder, job, function) -> str:
     try:
         what = json.loads(path.read_text())
     except (OSError, ValueError):
-        log = Path(job.config.log_dir, f"worker_{first.index}.log")
-        words = logs.log_tail(log.read_text(errors="replace"))
+        words = logs.log_tail(job.output_of(first.index))
         return f"{who} {first.describe()}.\n{words}".strip()
     return f"{what['cause']}\nOn {who}, in {_name(function)}:\n{what['where']}".rstrip(" :\n")
 
