@@ -23,8 +23,9 @@ from tfmulti import rendezvous
 from tfmulti.cluster import Cluster, environment
 from tfmulti.launch import __main__ as command
 from tfmulti.launch import job, logs, restarts, terminal
-from tfmulti.launch.config import LaunchConfig, part_of, read_hosts, tf_configs_here
+from tfmulti.launch.config import LaunchConfig, part_of, read_hosts, tf_configs_here, variables_of
 from tfmulti.launch.pmi import ProcessManager
+from tfmulti.runtime import memory
 from tfmulti.runtime.processes import free_ports
 
 PRELUDE = """
@@ -1045,6 +1046,8 @@ def shown_by_workers(tmp_path, **settings):
 def no_threads(monkeypatch):
     for name in ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
+    # The tests may run in a container with a quota.
+    monkeypatch.setattr(memory, "read_limits", lambda *_: memory.Limits())
 
 
 @pytest.mark.usefixtures("no_threads")
@@ -1055,6 +1058,19 @@ def test_workers_divide_the_cores_and_keep_their_memory(tmp_path):
     assert shown_by_workers(tmp_path, pin=True) == [
         [part, "0", "true", number, number] for part, number in zip(parts, threads)
     ]
+
+
+@pytest.mark.usefixtures("no_threads")
+@pytest.mark.parametrize(
+    ("quota", "num_workers", "threads"),
+    [(None, 2, 32), (2.0, 2, 1), (2.0, 4, 1), (7.5, 2, 3), (200.0, 2, 32)],
+)
+def test_threads_keep_within_the_quota_of_a_container(monkeypatch, quota, num_workers, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(memory, "read_limits", lambda *_: memory.Limits(cores=quota))
+    settings = LaunchConfig(num_workers=num_workers)
+    given = [variables_of(settings, place, num_workers) for place in range(num_workers)]
+    assert [each["TF_NUM_INTRAOP_THREADS"] for each in given] == [str(threads)] * num_workers
 
 
 @pytest.mark.usefixtures("no_threads")

@@ -83,7 +83,8 @@ class LaunchConfig:
     pin: bool = setting(False, "Pin each worker to its part of this machine's cores.")
     threads: int | None = setting(
         None,
-        "Threads of an operation in each worker; by default its part of the cores.",
+        "Threads of an operation in each worker; by default its part of the cores, or of a "
+        "container's CPU quota.",
         at_least=0,
     )
     allocator: str = setting(
@@ -243,7 +244,11 @@ def variables_of(config: LaunchConfig, local_index: int, num_here: int) -> Mappi
     """
     mine = part_of(sorted(os.sched_getaffinity(0)), local_index, num_here)
     chosen = {}
-    threads = len(mine) if config.threads is None else config.threads
+    threads = config.threads
+    if threads is None:
+        # A container's quota of CPU time does not show in the cores that a process may use.
+        quota = memory.read_limits().cores
+        threads = len(mine) if quota is None else min(len(mine), max(1, int(quota / num_here)))
     if threads:
         chosen |= dict.fromkeys(_THREADS, str(threads))
     if config.allocator == "keep":
