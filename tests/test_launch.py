@@ -1135,6 +1135,25 @@ def test_each_worker_has_gpus_of_its_own(launch, visible, flags, expected, told)
     assert told in errors and ("train on the CPU" in errors) == bool(told)
 
 
+@pytest.mark.parametrize(
+    ("visible", "fault"),
+    [
+        ("0,0", '"0" comes twice, so CUDA gives no GPU at all'),
+        ("0,x,1", '"x" names no GPU, so it and all after it are ignored'),
+        ("0;1", 'of "0;1" CUDA reads the first number only'),
+        *((good, None) for good in ("0,1", "-1", "", "NoDevFiles")),
+    ],
+)
+def test_a_fault_in_the_list_of_gpus_is_told(monkeypatch, tmp_path, visible, fault):
+    """CUDA says nothing of it, and the workers would train on the CPU, or on fewer GPUs."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    told = []
+    config = LaunchConfig(num_workers=1, log_dir=str(tmp_path))
+    assert job.Job(config, ["true"], told.append).run() == 0
+    expected = f"Received: CUDA_VISIBLE_DEVICES={visible}: {fault}. Correct it, or unset it"
+    assert len(told) == bool(fault) and all(expected in line for line in told)
+
+
 def test_mpi_goes_with_workers_of_this_machine():
     with pytest.raises(ValueError, match="Received: mpi=True, hosts=hosts.txt"):
         LaunchConfig(hosts="hosts.txt", mpi=True)

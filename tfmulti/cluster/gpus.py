@@ -78,6 +78,24 @@ def read_list(value: str, find: Callable[[str], object] = str) -> tuple[list, st
     return found, misread
 
 
+def list_fault(environ: Mapping[str, str] = os.environ) -> str:
+    """Returns what the user should know of CUDA_VISIBLE_DEVICES; empty where nothing is wrong.
+
+    A list whose first entry names no GPU, such as -1 or Slurm's NoDevFiles, hides all on purpose.
+
+    >>> list_fault({"CUDA_VISIBLE_DEVICES": "2,3"}), list_fault({"CUDA_VISIBLE_DEVICES": "-1"})
+    ('', '')
+    """
+    value = environ.get(VISIBLE, "")
+    if not read_list(value.partition(",")[0])[0]:
+        return ""
+    fault = read_list(value)[1]
+    return fault and (
+        f"`{VISIBLE}` must name each GPU once, by numbers separated by commas. "
+        f"Received: {VISIBLE}={value}: {fault}. Correct it, or unset it to use every GPU."
+    )
+
+
 def is_name(entry: str) -> bool:
     """Whether an entry names a GPU, or a part of one, instead of counting."""
     return entry.startswith(("GPU-", "MIG-"))

@@ -120,8 +120,8 @@ class Job:
         first_start = tf_configs_here(self.config)
         self.names = names = {index: task_name(config) for index, config in first_start.items()}
         self._gpus, note = gpus_of(names, gpus.list_visible())
-        if note:
-            self._print_note(note)
+        for each in filter(None, (gpus.list_fault(), note)):
+            self._print_note(each)
         kept = self.config.log_dir is not None
         folder = Path(self.config.log_dir or tempfile.mkdtemp(prefix="tfmulti_launch_"))
         code = None
