@@ -77,6 +77,37 @@ def waiting():
         yield workers, results
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the backlog as Linux has it")
+def test_many_workers_that_come_at_once_are_not_refused(monkeypatch):
+    listeners, [cluster, _] = [], clusters(2)
+    open_listeners = server.open_listeners
+
+    def keep(cluster):
+        listeners.extend(open_listeners(cluster))
+        return listeners
+
+    async def read_backlogs():
+        token = messages.Token(TOKEN.encode(), True)
+        serving = asyncio.create_task(server.Server(cluster, {}, token, 20.0).serve())
+        while not (listeners or serving.done()):
+            await asyncio.sleep(0)
+        # It accepts, and so listens.
+        reader, writer = await asyncio.open_connection(*address_of(cluster))
+        await reader.readline()
+        # `tcpi_sacked` of a socket that listens: see tcp_get_info in the kernel's net/ipv4/tcp.c.
+        found = [each.getsockopt(socket.SOL_TCP, socket.TCP_INFO, 32)[28:] for each in listeners]
+        writer.close()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        return [int.from_bytes(each, sys.byteorder) for each in found]
+
+    monkeypatch.setattr(server, "open_listeners", keep)
+    with open("/proc/sys/net/core/somaxconn") as file:
+        most = min(server._BACKLOG, int(file.read()))
+    backlogs = asyncio.run(read_backlogs())
+    assert backlogs and set(backlogs) == {most}
+
+
 def finish(waiting):
     workers, results = waiting
     [last] = serve(workers[2:])

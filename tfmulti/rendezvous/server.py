@@ -152,7 +152,11 @@ class Server:
             for listener in open_listeners(self.cluster):
                 servers.append(
                     await asyncio.start_server(
-                        self._receive, sock=listener, limit=messages.MAX_BYTES
+                        self._receive,
+                        sock=listener,
+                        limit=messages.MAX_BYTES,
+                        # It listens again, by default with a backlog of 100.
+                        backlog=_BACKLOG,
                     )
                 )
             await self._until(lambda: self._twice or not self._awaited(), lambda: self._deadline)
