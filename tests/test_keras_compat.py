@@ -1124,6 +1124,26 @@ def test_canary_predict_is_traced_for_the_rows_that_it_is_given():
     assert model.predict_function.experimental_get_tracing_count() > 1
 
 
+@pytest.mark.parametrize("kind", ["train", "test"])
+def test_canary_a_step_reads_weights_from_before_they_moved(kind):
+    strategy, x = ours(1), np.ones((4, 2), "float32")
+
+    def last_loss():
+        """The loss after its only weight has moved, and become 1."""
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
+            model.compile(keras.optimizers.SGD(0.0), "mse")
+        call = model.train_on_batch if kind == "train" else model.test_on_batch
+        call(x, x[:, :1])
+        keras_compat.put_on(model.layers[0].kernel, "CPU:1")
+        model.set_weights([np.ones((2, 1))])
+        return float(call(x, x[:, :1]))
+
+    with without(f"Model.make_{kind}_function"):
+        assert last_loss() != 1.0
+    assert last_loss() == 1.0
+
+
 @pytest.mark.slow
 def test_canary_predict_on_batch_answers_once_for_each_replica():
     assert len(compiled(stock(), keras.optimizers.SGD).predict_on_batch(rows(13)[0])) == 26

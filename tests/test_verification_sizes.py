@@ -207,7 +207,7 @@ def test_workers_ask_one_another_whether_a_form_is_new():
         model.compile("sgd", "mse")
     form = verified.note(case(8), lambda is_new: is_new)
     assert verified.note(case(8), lambda is_new: is_new) is None
-    verified.note_any_size(case(8), form)
+    verified.note_done(case(8), form)
     assert verified.note(case(8), other_worker_has_news) == form
     assert verified.note(case(1), other_worker_has_news) not in (None, form)
     assert asked == [False, True]

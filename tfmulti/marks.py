@@ -97,8 +97,8 @@ OTHER_FUNCTION = Mark("other_function")
 """Of its function for training: the one with a check of the gradients, or without, instead."""
 PREDICT = Mark("predict", (None, None))
 """The function of `predict_on_batch`, and what it was made for."""
-MOVES = Mark("moves", 0)
-"""`keras_compat.num_moves` when its function of `predict` was made."""
+MOVES = Mark("moves", {})
+"""By kind of step, `keras_compat.num_moves` when its function was made."""
 TABLE_READS = Mark("table_reads")
 """How each embedding table is read, by the variable's id: see `step.sparse_gradients`."""
 AVERAGE = Mark("average")

@@ -225,6 +225,19 @@ class Clipping(keras.Model):
         return {"loss": loss}
 
 
+class InTurn(Clipping):
+    """A step with an optimizer for each layer."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        grads = tape.gradient(loss, self.trainable_variables)
+        self.first.apply(grads[:2], self.hidden.trainable_variables)
+        self.second.apply(grads[2:], self.out.trainable_variables)
+        return {"loss": loss}
+
+
 class Private(keras.Model):
     """A step that bounds the gradient of each row, where workers have different numbers of rows."""
 
@@ -306,13 +319,13 @@ def build(
     return model
 
 
-def fit(model, of_tokens=False, epochs=3, callbacks=(), checkpoint=None, weights=()):
+def fit(model, of_tokens=False, epochs=3, callbacks=(), checkpoint=None, weights=(), **more):
     data = (*rows(of_tokens), *weights)
     data = tfmulti.distribute_train(data, model.distribute_strategy, 16, seed=3)
     callbacks = list(callbacks)
     if checkpoint is not None:
         callbacks.append(tfmulti.callbacks.Checkpoint(checkpoint, data))
-    return model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks).history
+    return model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks, **more).history
 
 
 def held(model):
@@ -389,6 +402,24 @@ def two_optimizers(strategy, folder, name):
         fit(model)
         models.append(model)
     return {"apart": apart(*models)}
+
+
+def evaluated_first(strategy, folder, name):
+    """Optimizers in attributes shard the weights of the first `fit`, after a first `evaluate`."""
+    losses, data = [], rows()
+    for shard in (None, "parameters"):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = InTurn()
+            model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            for part in ("first", "second"):
+                made = tfmulti.DistributedOptimizer(optimizers.Adam(0.01), shard=shard)
+                setattr(model, part, made)
+        seen = [model.evaluate(*data, verbose=0)]
+        seen += fit(model, epochs=2, validation_data=data)["val_loss"]
+        seen += [model.evaluate(*data, verbose=0), float(model.test_on_batch(*data))]
+        losses.append(seen)
+    return losses
 
 
 def unfrozen(strategy, folder, name):
@@ -647,6 +678,7 @@ def refusals(strategy, folder, name):
 CASES = {
     "settings": settings,
     "two optimizers": two_optimizers,
+    "evaluated first": evaluated_first,
     "skips": skips,
     "unfrozen": unfrozen,
     "kept": kept,

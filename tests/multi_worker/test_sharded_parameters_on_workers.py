@@ -29,7 +29,7 @@ def fast_fixture(over_the_ring):
 @pytest.fixture(scope="module", name="slow")
 def slow_fixture(run_cases, tmp_path_factory):
     names = (*SLOW, "loaded", "swapped", "settings", "two optimizers", "skips")
-    names += ("swapped to evaluate", "unfrozen", "kept")
+    names += ("swapped to evaluate", "unfrozen", "kept", "evaluated first")
     options = ["--mpi"] if cases.MPIEXEC.exists() else []
     return run_cases(tmp_path_factory.mktemp("sharded"), names, options=options)
 
@@ -130,6 +130,13 @@ def test_eager_steps_several_steps_and_half_precision(slow):
 @pytest.mark.slow
 def test_a_callback_swaps_averages_to_evaluate(slow):
     assert_swapped(slow, "swapped to evaluate")
+
+
+@pytest.mark.slow
+def test_an_evaluation_before_weights_are_sharded_does_not_keep_them(slow):
+    for copies, sharded in (each["evaluated first"] for each in slow):
+        assert abs(copies[-1] - copies[0]) > 0.1
+        np.testing.assert_allclose(sharded, copies, rtol=2e-6)
 
 
 @pytest.mark.slow

@@ -128,6 +128,16 @@ _STEPS = (
         "test_canary_predict_is_traced_for_the_rows_that_it_is_given",
         arguments=("force",),
     ),
+    *(
+        model_entry(
+            f"make_{kind}_function",
+            tracing.anew_after_moves(kind),
+            "a step that reads what weights were before they moved to another worker or device",
+            "test_canary_a_step_reads_weights_from_before_they_moved",
+            arguments=("force",),
+        )
+        for kind in ("train", "test")
+    ),
     model_entry(
         "_autoconvert_optionals",
         tracing.step_on_any_rows,

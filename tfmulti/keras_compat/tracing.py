@@ -172,19 +172,42 @@ def _is_symbolic(call_spec) -> bool:
     return any(isinstance(leaf, keras.KerasTensor) for leaf in leaves)
 
 
+def anew_after_moves(kind: str):
+    """Returns a `make` that has Keras make the function of a step again once weights have moved.
+
+    A trace reads what they were before they went to another worker or device, and no call by which
+    they move knows all models that have them.
+
+    Args:
+        kind: `"train"` or `"test"`.
+    """
+
+    def make(original):
+        return lambda self, force=False: _make_anew(original, self, kind, force)
+
+    return make
+
+
+def _make_anew(original, model, kind, force):
+    """Calls Keras's `make_..._function`, with `force` if weights have moved since the last call."""
+    known = marks.MOVES.get(model)
+    result = original(model, force or known.get(kind, 0) != num_moves())
+    # Moves while it was made, as a step is verified then, came before its trace.
+    if known.get(kind, 0) != num_moves():
+        marks.MOVES.set(model, {**known, kind: num_moves()})
+    return result
+
+
 def predict_any_rows(original):
     """Makes several workers trace the function of `predict` for any number of rows at once.
 
     `tf.function` traces again for another number of rows, and collectives get their keys when they
     are traced. If only one worker's number of rows changed, its keys would differ from then on.
-    Once weights have moved to a worker or a device the function is made again: it would read what
-    they were, and no call by which they move knows all models that have them.
+    The function is also made again once weights have moved; see `anew_after_moves`.
     """
 
     def make_predict_function(self, force=False):
-        moves = num_moves()
-        original(self, force or marks.MOVES.get(self) != moves)
-        marks.MOVES.set(self, moves)
+        _make_anew(original, self, "predict", force)
         if _has_other_workers(self):
             self.predict_function = _for_any_rows(self.predict_function)
         return self.predict_function

@@ -207,8 +207,11 @@ def _verify_and_run(model, kind, make, iterator):
         while len(batches) < model.steps_per_execution:
             batches.append(iterator.get_next())
     checks.verify_with(model, kind, batches[0])
-    # A step that all replicas compute from the whole batch has another function.
+    # A step that all replicas compute from the whole batch has another function, and so has one
+    # that has moved its weights: both are made for what was verified here.
+    verified.expect_function(model, kind)
     getattr(model, f"make_{kind}_function")()
+    verified.take_function(model, kind)
     return make()(batches)
 
 

@@ -93,7 +93,7 @@ def _verify(case, drawn, workers, early, form):
         on_any = workers.any(strategy, bool(found.settings))
         marks.SETTINGS.set(model, found.settings if on_any else None)
     _note_attributes(model, kind)
-    verified.note_any_size(case, form)
+    verified.note_done(case, form)
     seconds = time.perf_counter() - begin
     strategy.seconds_verified += seconds
     case.seconds = seconds

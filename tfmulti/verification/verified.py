@@ -21,11 +21,18 @@ class Verified:
         forms: Kinds of steps, each with a form of data, and the numbers of rows with which it was
             verified; None for any number.
         next_functions: Kinds of steps whose next function is made for what was verified last.
+        moves: By kind of step, `keras_compat.num_moves` after its last verification.
     """
 
     compiled: Any
     forms: dict[tuple, set | None] = dataclasses.field(default_factory=dict)
     next_functions: set[str] = dataclasses.field(default_factory=set)
+    moves: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def is_stale(self, kind: str) -> bool:
+        """Whether weights have moved to other workers or devices since a kind was verified."""
+        moves = keras_compat.num_moves()
+        return self.moves.get(kind, moves) != moves
 
 
 @dataclasses.dataclass
@@ -76,6 +83,8 @@ def note(case: Case, any_worker: Callable[[bool], bool]) -> tuple | None:
     if done is None or done.compiled is not compiled:
         done = Verified(compiled)
         marks.VERIFIED.set(case.model, done)
+    if done.is_stale(case.kind):
+        forget(case.model, case.kind)
     form, sizes = _form_of(case), _sizes_of(case)
     known = [done.forms[each] for each in (form, _form_of(case, small=True)) if each in done.forms]
     is_new = not any(before is None or sizes <= before for before in known)
@@ -88,17 +97,20 @@ def note(case: Case, any_worker: Callable[[bool], bool]) -> tuple | None:
     return form
 
 
-def note_any_size(case: Case, form: tuple) -> None:
-    """Notes that a step was verified with numbers of rows that stand for any other.
+def note_done(case: Case, form: tuple) -> None:
+    """Notes that a verification has ended, in which optimizers may have moved weights.
 
-    Not if it was run with those of its data only, as all have one, or as it needs groups of rows.
+    The numbers of rows that it has run with stand for any other, unless they were those of its data
+    only, as all have one, or as it needs groups of rows.
 
     Args:
         case: The step, after its verification.
         form: What `note` returned.
     """
+    done = marks.VERIFIED.get(case.model)
+    done.moves[case.kind] = keras_compat.num_moves()
     if case.is_replicated or not (case.static or case.is_traced_static):
-        marks.VERIFIED.get(case.model).forms[form] = None
+        done.forms[form] = None
 
 
 def withdraw(model: keras.Model, form: tuple) -> None:
@@ -109,7 +121,11 @@ def withdraw(model: keras.Model, form: tuple) -> None:
 
 
 def forget(model: keras.Model, kind: str) -> None:
-    """Has the next call verify a kind of step again, whatever its data."""
+    """Has the next call verify a kind of step again, whatever its data; no spot check precedes it.
+
+    What was verified may not be what runs: spot checks would compare the old step with itself.
+    """
+    marks.CHECKED.set(model, {**marks.CHECKED.get(model), kind: None})
     done = marks.VERIFIED.get(model)
     if done is not None:
         done.forms = {form: sizes for form, sizes in done.forms.items() if form[0] != kind}
@@ -148,7 +164,8 @@ def knows(model: keras.Model, kind: str, feed: Feed) -> bool:
         feed: The description of its data.
     """
     done = marks.VERIFIED.get(model)
-    if done is None or done.compiled is not keras_compat.compiled_state(model):
+    is_old = done is None or done.compiled is not keras_compat.compiled_state(model)
+    if is_old or done.is_stale(kind):
         return False
     any_size = all(sizes is None for form, sizes in done.forms.items() if form[0] == kind)
     return any_size and (kind, feed.key) in done.forms
