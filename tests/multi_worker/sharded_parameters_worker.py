@@ -523,6 +523,24 @@ def skips(strategy, folder, name):
     return {"apart": apart(*models), "skipped": skipped}
 
 
+def evaluated_by_another(strategy, folder, name):
+    """A second model over the layers, with the optimizer that Keras adds, evaluates, no more."""
+    strategy.verify, losses, told = "never", [], []
+    x, y = rows()
+    for shard in (None, "parameters"):
+        model = build(strategy, shard=shard)
+        fit(model, epochs=1)
+        with strategy.scope():
+            other = keras.Model(model.inputs, model.layers[-1].output)
+            other.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        seen = [other.evaluate(x, y, verbose=0), float(other.test_on_batch(x, y))]
+        fit(model, epochs=1)
+        losses.append([*seen, other.evaluate(x, y, verbose=0)])
+    for train in (other.fit, other.train_on_batch):
+        told.append(cases.message_of(lambda train=train: train(x, y)))
+    return {"losses": losses, "told": told}
+
+
 class Kept(keras.callbacks.Callback):
     """The number of slots whose values this worker keeps as an epoch begins."""
 
@@ -625,15 +643,16 @@ def train_in_a_loop(strategy):
     fit(build(strategy, InMap))
 
 
+def compress(strategy):
+    tfmulti.DistributedOptimizer("adam", shard="parameters", compression="bfloat16")
+
+
 def refusals(strategy, folder, name):
     """What is told."""
     strategy.verify = "never"
 
     def early():
         build(strategy).get_weights()
-
-    def compressed():
-        tfmulti.DistributedOptimizer("adam", shard="parameters", compression="bfloat16")
 
     def exported():
         model = build(strategy)
@@ -669,9 +688,18 @@ def refusals(strategy, folder, name):
         with strategy.scope():
             tfmulti.DistributedOptimizer(Clipped(), shard="parameters")
 
-    programs = (early, compressed, no_scope, whole, exported, saved_in_scope, outside, clipped)
+    programs = (
+        early,
+        no_scope,
+        whole,
+        exported,
+        saved_in_scope,
+        outside,
+        clipped,
+    )
     programs = {each.__name__: each for each in programs}
-    programs["in_a_loop"] = functools.partial(train_in_a_loop, strategy)
+    for each in (train_in_a_loop, compress):
+        programs[each.__name__] = functools.partial(each, strategy)
     return {name: cases.message_of(program) for name, program in programs.items()}
 
 
@@ -679,6 +707,7 @@ CASES = {
     "settings": settings,
     "two optimizers": two_optimizers,
     "evaluated first": evaluated_first,
+    "evaluated by another": evaluated_by_another,
     "skips": skips,
     "unfrozen": unfrozen,
     "kept": kept,

@@ -30,6 +30,7 @@ def fast_fixture(over_the_ring):
 def slow_fixture(run_cases, tmp_path_factory):
     names = (*SLOW, "loaded", "swapped", "settings", "two optimizers", "skips")
     names += ("swapped to evaluate", "unfrozen", "kept", "evaluated first")
+    names += ("evaluated by another",)
     options = ["--mpi"] if cases.MPIEXEC.exists() else []
     return run_cases(tmp_path_factory.mktemp("sharded"), names, options=options)
 
@@ -104,13 +105,13 @@ def test_what_cannot_be_is_told(fast):
     # On the owner too, which would otherwise go on alone.
     assert all("Received: a read of" in each for each in early)
     for told in (each["refusals"] for each in fast):
-        assert "Leave compression out" in told["compressed"]
+        assert "Leave compression out" in told["compress"]
         assert "need an optimizer that updates each on its owner" in told["whole"]
         assert "must be used in a strategy's scope" in told["no_scope"]
         assert "Received: Clipped._clip_gradients." in told["clipped"]
         assert "/iteration, created outside it" in told["outside"]
         assert "model.save on the chief after `fit`" in told["exported"]
-        assert "Call the layer on all rows at once" in told["in_a_loop"]
+        assert "Call the layer on all rows at once" in told["train_in_a_loop"]
         # It creates variables, on the chief alone.
         assert told["saved_in_scope"] == "nothing"
 
@@ -137,6 +138,14 @@ def test_an_evaluation_before_weights_are_sharded_does_not_keep_them(slow):
     for copies, sharded in (each["evaluated first"] for each in slow):
         assert abs(copies[-1] - copies[0]) > 0.1
         np.testing.assert_allclose(sharded, copies, rtol=2e-6)
+
+
+@pytest.mark.slow
+def test_another_model_evaluates_sharded_weights_but_does_not_train_them(slow):
+    for seen in (each["evaluated by another"] for each in slow):
+        np.testing.assert_allclose(*seen["losses"], rtol=2e-6)
+        for told in seen["told"]:
+            assert "need an optimizer that updates each on its owner" in told
 
 
 @pytest.mark.slow

@@ -138,7 +138,8 @@ def refuse_outside_scope(model: keras.Model) -> None:
             "Create them within `with strategy.scope():`, or pass them to compile by name; "
             "build the model, enable LoRA and compile within the scope too."
         )
-    if several:
+    # That of a model that is only evaluated does not update, as the one that Keras adds.
+    if several and _KINDS.get(marks.CALL.get(model)[0]) != TEST:
         sharded_parameters.refuse_other_optimizers(model)
 
 
