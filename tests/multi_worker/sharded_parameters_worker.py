@@ -20,6 +20,7 @@ from comparison import apart, usual_loss
 
 import tfmulti
 from tfmulti import marks, topology
+from tfmulti.step import owners
 from tfmulti.step.parameters import ShardedParameter
 
 layers, optimizers, ops = keras.layers, keras.optimizers, keras.ops
@@ -390,6 +391,46 @@ def settings(strategy, folder, name):
     return seen
 
 
+class OfUnknownLength(layers.Layer):
+    """Keras's `TimeDistributed` then makes a vectorized loop."""
+
+    def call(self, x):
+        return x[:, : 8 - tf.cast(tf.reduce_max(x) > 1e9, tf.int32)]
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor((x.shape[0], None, *x.shape[2:]), x.dtype)
+
+
+def in_time(strategy, folder, name):
+    """A layer that is called for each of eight steps of time gathers its weight once for all."""
+    strategy.verify, seen, (x, y) = "never", [], rows()
+    gathers, receive_from = [], owners.receive_from
+
+    def receive(*args):
+        gathers.append(None)
+        return receive_from(*args)
+
+    for unknown in (False, True):
+        models = []
+        for shard in (None, "parameters"):
+            gathers.clear()
+            model = build(strategy, functools.partial(of_times, unknown), shard=shard)
+            owners.receive_from = receive
+            for _ in range(3):
+                model.train_on_batch(x[:8], y[:8])
+            owners.receive_from = receive_from
+            models.append(model)
+        tfmulti.gather_optimizer_state(models[1])
+        seen.append([apart(*models), len(gathers)])
+    return seen
+
+
+def of_times(unknown):
+    steps = layers.TimeDistributed(layers.Dense(1024, activation="tanh"))
+    cut = [OfUnknownLength()] if unknown else []
+    return chain(layers.Reshape((8, 8)), *cut, steps, layers.GlobalAveragePooling1D())
+
+
 def two_optimizers(strategy, folder, name):
     """A custom step, in which each optimizer updates a part of the model."""
     models = []
@@ -708,6 +749,7 @@ CASES = {
     "two optimizers": two_optimizers,
     "evaluated first": evaluated_first,
     "evaluated by another": evaluated_by_another,
+    "in time": in_time,
     "skips": skips,
     "unfrozen": unfrozen,
     "kept": kept,

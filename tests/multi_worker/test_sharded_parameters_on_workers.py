@@ -30,7 +30,7 @@ def fast_fixture(over_the_ring):
 def slow_fixture(run_cases, tmp_path_factory):
     names = (*SLOW, "loaded", "swapped", "settings", "two optimizers", "skips")
     names += ("swapped to evaluate", "unfrozen", "kept", "evaluated first")
-    names += ("evaluated by another",)
+    names += ("evaluated by another", "in time")
     options = ["--mpi"] if cases.MPIEXEC.exists() else []
     return run_cases(tmp_path_factory.mktemp("sharded"), names, options=options)
 
@@ -146,6 +146,14 @@ def test_another_model_evaluates_sharded_weights_but_does_not_train_them(slow):
         np.testing.assert_allclose(*seen["losses"], rtol=2e-6)
         for told in seen["told"]:
             assert "need an optimizer that updates each on its owner" in told
+
+
+@pytest.mark.slow
+def test_a_layer_that_is_called_for_each_step_of_time_gathers_its_weight_once(slow):
+    for seen in (each["in time"] for each in slow):
+        for apart, gathers in seen:
+            # In all traces together fewer than there are steps.
+            assert apart < 1e-6 and 0 < gathers < 8
 
 
 @pytest.mark.slow

@@ -13,9 +13,13 @@ from tfmulti.parallel.activations import call_that_runs_once, recomputed
 from tfmulti.step import model_contents, parameters, slots
 from tfmulti.step.split_weights import SplitParameter
 
-# Layers that gather the weights of those within them: a loop gathers once for all of its steps,
-# and the other one assigns the weight that the inner layer reads next.
-_GATHERING_INNER_WEIGHTS = (keras.layers.RNN, keras.layers.SpectralNormalization)
+# Layers that gather the weights of those within them: loops gather once for all of their steps,
+# and the last one assigns the weight that the inner layer reads next.
+_GATHERING_INNER_WEIGHTS = (
+    keras.layers.RNN,
+    keras.layers.TimeDistributed,
+    keras.layers.SpectralNormalization,
+)
 
 
 @contextlib.contextmanager
@@ -91,14 +95,22 @@ def gather_in_calls(model: keras.Model) -> None:
     """
     optimizer = keras_compat.inner_optimizer(model.optimizer)
     shards = marks.SHARDS.get(optimizer)
-    sharded = marks.PARAMETERS.get(model.distribute_strategy)
     if shards is not None and shards.shards_parameters:
         sharded = parameters.of_strategy(model.distribute_strategy)
         for layer in keras_compat.all_layers(model):
             for variable in keras_compat.own_weights(layer):
                 if not parameters.is_state(variable, layer):
                     sharded.shard(variable, keep=tf.executing_eagerly())
-    if sharded is None:
+    gather_present(model)
+
+
+def gather_present(model: keras.Model) -> None:
+    """Does so for weights that are sharded already, before a trace that builds the rest.
+
+    Args:
+        model: A model, of which some layers may not be built.
+    """
+    if marks.PARAMETERS.get(model.distribute_strategy) is None:
         return
     for layer in _gathering_layers(model):
         # Of a checkpointed layer too: gathering runs it again for gradients anyway.

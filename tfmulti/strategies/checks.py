@@ -173,6 +173,7 @@ def build_by_step(model: keras.Model, batch) -> bool:
     """
     refuse_stateful(model)
     keras_compat.prepare_global_seeds(model.distribute_strategy)
+    sharded_parameters.gather_present(model)
     kind = _KINDS.get(marks.CALL.get(model)[0])
     return kind is not None and verification.build_by_step(model, kind, batch, WORKERS)
 
