@@ -239,6 +239,21 @@ class InTurn(Clipping):
         return {"loss": loss}
 
 
+class Rescaled(layers.Layer):
+    """Assigns the weight that the layer within it gathers next."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = layers.Dense(WIDE)
+
+    def build(self, shape):
+        self.inner.build(shape)
+
+    def call(self, x):
+        self.inner.kernel.assign(0.5 * self.inner.kernel)
+        return self.inner(x)
+
+
 class Private(keras.Model):
     """A step that bounds the gradient of each row, where workers have different numbers of rows."""
 
@@ -688,6 +703,10 @@ def compress(strategy):
     tfmulti.DistributedOptimizer("adam", shard="parameters", compression="bfloat16")
 
 
+def assign_within(strategy):
+    fit(build(strategy, lambda: tfmulti.checkpoint_activations(chain(Rescaled()))))
+
+
 def refusals(strategy, folder, name):
     """What is told."""
     strategy.verify = "never"
@@ -739,7 +758,7 @@ def refusals(strategy, folder, name):
         clipped,
     )
     programs = {each.__name__: each for each in programs}
-    for each in (train_in_a_loop, compress):
+    for each in (train_in_a_loop, compress, assign_within):
         programs[each.__name__] = functools.partial(each, strategy)
     return {name: cases.message_of(program) for name, program in programs.items()}
 

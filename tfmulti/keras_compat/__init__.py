@@ -76,6 +76,6 @@ from tfmulti.keras_compat.streams import (
 )
 from tfmulti.keras_compat.table import TABLE, check_versions, install, installed_versions
 from tfmulti.keras_compat.tracing import (
-    has_built_layers, is_built, is_recorded, is_recording, is_taping, noting_unbuilt,
+    has_built_layers, is_built, is_recorded, is_recording, is_taping, is_updated, noting_unbuilt,
     tensors_read_after, tensors_read_from_before, unbuilt_layers, unbuilt_metrics, without_rows,
 )

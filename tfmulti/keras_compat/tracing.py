@@ -361,6 +361,11 @@ def is_taping() -> bool:
     return not pywrap_tfe.TFE_Py_TapeSetIsEmpty()
 
 
+def is_updated(variable: keras.Variable) -> bool:
+    """Whether a variable was given a new value in the `RecordingScope` of this thread, if any."""
+    return is_recording() and id(variable) in get_stateless_scope().updated
+
+
 def is_recording() -> bool:
     """Whether this thread is in a `RecordingScope`."""
     return in_stateless_scope() and isinstance(get_stateless_scope(), RecordingScope)

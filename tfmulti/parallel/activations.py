@@ -141,6 +141,7 @@ def recomputed(
         # TensorFlow converts the operations of such a loop, and loses gradients of our own.
         if keras_compat.in_vectorized_loop():
             return call(*args, **kwargs)
+        _refuse_assigned(sharded)
         return _RepeatedCall(layer, call, args, kwargs, model or layer, sharded).outputs()
 
     run.is_recomputed = True
@@ -150,6 +151,17 @@ def recomputed(
 def call_that_runs_once(layer: keras.layers.Layer) -> Callable:
     """Returns a layer's call as it was before `recomputed` replaced it."""
     return layer.call.__wrapped__ if getattr(layer.call, "is_recomputed", False) else layer.call
+
+
+def _refuse_assigned(sharded):
+    """Refuses weights that an enclosing call has assigned: owners would send what they were."""
+    assigned = next(filter(keras_compat.is_updated, sharded), None)
+    if assigned is not None:
+        raise RuntimeError(
+            "A call that runs again for gradients cannot assign a sharded weight that a layer "
+            f"within it gathers afterwards. Received: {assigned.path}. Leave the layer that "
+            "assigns it out of `tfmulti.checkpoint_activations`, or use shard='state'."
+        )
 
 
 class _RepeatedCall:
