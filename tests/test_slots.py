@@ -10,7 +10,7 @@ import replicas
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks
-from tfmulti.step import slots
+from tfmulti.step import refused_updates, slots
 from tfmulti.step.sharded_state import Shards
 
 
@@ -189,7 +189,7 @@ def test_an_update_may_read_its_own_variable_only(way):
 
     def update(read):
         norm = tf.function(lambda: keras.ops.sum(read))
-        with slots.refusing_shared_state(optimizer, weights[0]):
+        with refused_updates.refusing_shared_state(optimizer, weights[0]):
             if way == "in a branch":
                 keras.ops.cond(weights[0][0] > 0, lambda: norm.python_function(), lambda: 0.0)
             elif way == "in a function":

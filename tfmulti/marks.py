@@ -41,8 +41,8 @@ class Mark:
 # Optimizers.
 DISTRIBUTED = Mark("distributed", False)
 """Whether `DistributedOptimizer` has made it one."""
-OWN_APPLY = Mark("own_apply")
-"""The `apply` that the user has set on it, which tfmulti's calls."""
+OWN_METHODS = Mark("own_methods", {})
+"""By name, methods that the user has set on it, such as `apply`, which tfmulti's call."""
 COMPRESSION = Mark("compression")
 """The dtype in which its gradients are sent."""
 SYNCHRONIZE_EVERY = Mark("synchronize_every", 1)

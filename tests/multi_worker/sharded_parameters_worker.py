@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from comparison import apart, usual_loss
+from sharded_state_worker import OWN_METHODS, with_own
 
 import tfmulti
 from tfmulti import marks, topology
@@ -38,6 +39,7 @@ OPTIMIZERS = {
     ),
     "loss scale": lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.1), initial_scale=8.0),
     "own apply": lambda: Normed(0.1, momentum=0.9),
+    "own update": lambda: with_own(optimizers.SGD(0.1), *OWN_METHODS["own update"]),
 }
 
 
@@ -703,6 +705,13 @@ def compress(strategy):
     tfmulti.DistributedOptimizer("adam", shard="parameters", compression="bfloat16")
 
 
+def clip_by_object(strategy):
+    with strategy.scope():
+        sgd = optimizers.SGD()
+        sgd._clip_gradients = lambda grads: grads
+        tfmulti.DistributedOptimizer(sgd, shard="parameters")
+
+
 def assign_within(strategy):
     fit(build(strategy, lambda: tfmulti.checkpoint_activations(chain(Rescaled()))))
 
@@ -758,7 +767,7 @@ def refusals(strategy, folder, name):
         clipped,
     )
     programs = {each.__name__: each for each in programs}
-    for each in (train_in_a_loop, compress, assign_within):
+    for each in (train_in_a_loop, compress, clip_by_object, assign_within):
         programs[each.__name__] = functools.partial(each, strategy)
     return {name: cases.message_of(program) for name, program in programs.items()}
 

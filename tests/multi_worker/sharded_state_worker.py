@@ -5,6 +5,7 @@ sharded state, in the same process.
 """
 
 import contextlib
+import functools
 import os
 import warnings
 
@@ -20,6 +21,33 @@ import tfmulti
 from tfmulti import topology
 
 optimizers = keras.optimizers
+
+
+def with_own(optimizer, name, change):
+    """Sets a method on an optimizer object that changes the first argument of Keras's own."""
+    plain = getattr(optimizer, name)
+    setattr(optimizer, name, lambda first, *args: plain(change(first), *args))
+    return optimizer
+
+
+def normed(gradient):
+    gradient = tf.convert_to_tensor(gradient)
+    return gradient / (1e-3 + tf.norm(gradient))
+
+
+def signs(gradients):
+    return [tf.sign(tf.convert_to_tensor(each)) for each in gradients]
+
+
+def bounded(gradients):
+    return [tf.clip_by_value(tf.convert_to_tensor(each), -0.01, 0.01) for each in gradients]
+
+
+OWN_METHODS = {
+    "own update": ("update_step", normed),
+    "own updates": ("_backend_update_step", signs),
+    "own clipping": ("_clip_gradients", bounded),
+}
 OPTIMIZERS = {
     "adamw": lambda: optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.3),
     "adafactor": lambda: optimizers.Adafactor(0.01),
@@ -39,6 +67,12 @@ OPTIMIZERS = {
 }
 
 
+def of_object(name):
+    sgd = optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.3)
+    return with_own(sgd, *OWN_METHODS[name])
+
+
+OPTIMIZERS |= {name: functools.partial(of_object, name) for name in OWN_METHODS}
 if hasattr(optimizers, "ScheduleFreeAdamW"):
     OPTIMIZERS["schedule free"] = lambda: optimizers.ScheduleFreeAdamW(0.01)
 
@@ -420,6 +454,45 @@ class OwnSlots(optimizers.SGD):
         super().update_step(gradient, variable, learning_rate)
 
 
+class Noisy(optimizers.SGD):
+    """Langevin dynamics, with noise from a state that each update changes."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.seeds = keras.random.SeedGenerator(3)
+
+    def update_step(self, gradient, variable, learning_rate):
+        noise = keras.random.normal(keras.ops.shape(gradient), seed=self.seeds)
+        super().update_step(gradient + noise, variable, learning_rate)
+
+
+class NoisyByTensorFlow(optimizers.SGD):
+    def update_step(self, gradient, variable, learning_rate):
+        noise = tf.random.normal(tf.shape(gradient))
+        super().update_step(gradient + noise, variable, learning_rate)
+
+
+class Seeded(optimizers.SGD):
+    """The same with numbers that all workers would draw."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        seed = tf.stack([7, tf.cast(self.iterations, tf.int32)])
+        noise = tf.random.stateless_normal(tf.shape(gradient), seed)
+        super().update_step(tf.convert_to_tensor(gradient) + noise, variable, learning_rate)
+
+
+class CountingOutside(optimizers.SGD):
+    """The same as `Counting`, in a variable of TensorFlow."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.count = tf.Variable(0.0, name="own_count")
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.count.assign_add(1.0)
+        super().update_step(gradient / (1 + self.count), variable, learning_rate)
+
+
 def refusals(strategy, folder, name):
     """What is told: optimizers that mix variables, one that is built, and a read in between."""
 
@@ -439,9 +512,23 @@ def refusals(strategy, folder, name):
     def own(kind):
         return lambda: fit(build(strategy, lambda: kind(0.1, momentum=0.9), "state"))
 
+    def eager(kind):
+        def program():
+            model = build(strategy, lambda: kind(0.1), "state")
+            model.run_eagerly = True
+            fit(model, 1)
+
+        return program
+
     programs = {
         "outer": own(Outer),
         "counting": own(Counting),
+        "counting outside": own(CountingOutside),
+        "counting eagerly": eager(CountingOutside),
+        "noise": own(Noisy),
+        "noise of TensorFlow": own(NoisyByTensorFlow),
+        "eager noise": eager(NoisyByTensorFlow),
+        "noise by seeds": own(Seeded),
         "own slots": own(OwnSlots),
         "together": own(AllTogether),
         "weights": own(AllWeights),

@@ -109,6 +109,7 @@ def test_what_cannot_be_is_told(fast):
         assert "need an optimizer that updates each on its owner" in told["whole"]
         assert "must be used in a strategy's scope" in told["no_scope"]
         assert "Received: Clipped._clip_gradients." in told["clipped"]
+        assert "Received: SGD._clip_gradients." in told["clip_by_object"]
         assert "Leave the layer that assigns it out" in told["assign_within"]
         assert "/iteration, created outside it" in told["outside"]
         assert "model.save on the chief after `fit`" in told["exported"]

@@ -104,7 +104,7 @@ def test_every_optimizer_gives_the_bits_of_copies(slow, case):
 
 @pytest.mark.slow
 def test_sharded_state_over_mpi_gives_the_bits_of_copies(run_over_mpi, tmp_path):
-    names = ("adamw", "accumulation", "muon", "two optimizers", "skips")
+    names = ("adamw", "accumulation", "muon", "two optimizers", "skips", *worker.OWN_METHODS)
     more = (
         "own models",
         "table adamw",
@@ -201,6 +201,12 @@ def test_what_cannot_be_sharded_is_told(fast):
         assert "may read only that variable" in told["weights"] and "reads" in told["weights"]
         assert "change only its own slots" in told["counting"] and "count" in told["counting"]
         assert "change only its own slots" in told["own slots"]
+        for name in ("counting outside", "counting eagerly"):
+            assert "which changes own_count" in told[name]
+        assert "which changes seed_generator" in told["noise"]
+        for name in ("noise of TensorFlow", "eager noise"):
+            assert "TensorFlow's random state (RandomStandardNormal)" in told[name]
+        assert told["noise by seeds"] == "nothing"
         assert "before it is built" in told["built"]
         assert "for a Outer, which holds other optimizers" in told["outer"]
         assert "read only in callbacks.Checkpoint" in told["between"]

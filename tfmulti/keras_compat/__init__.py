@@ -59,15 +59,18 @@ from tfmulti.keras_compat.reference import (
     reducing_as_usual, reducing_over_replicas, same_eager_numbers, separate_traces,
     without_optimized_graphs, write_handle,
 )
+from tfmulti.keras_compat.changes import noting_changes
+from tfmulti.keras_compat.optimizer_methods import (
+    after_updates, clip_by, method_below, own_methods, own_parts_of_apply, reset_method, set_method,
+)
 from tfmulti.keras_compat.replacement import has_servers, is_ours, note_strategy, shuffling_for
 from tfmulti.keras_compat.seeds import (
     global_seed, global_seed_state, global_states, has_seeded, is_seed_state, note_seeding,
     prepare_global_seeds, random_stream, set_global_seed_state,
 )
 from tfmulti.keras_compat.replaced_steps import (
-    accumulators, after_updates, clip_by, has_custom_step, is_accumulating,
-    in_vectorized_loop, is_update_step, noting_assigned, num_steps, own_parts_of_apply, strategy_of,
-    track_variable, update_by,
+    accumulators, has_custom_step, is_accumulating, in_vectorized_loop, is_update_step, num_steps,
+    strategy_of, track_variable, update_by,
 )
 from tfmulti.keras_compat.stock import is_stock, users_function
 from tfmulti.keras_compat.streams import (

@@ -150,7 +150,7 @@ def unrepeatable_ops(ops: list[tf.Operation]) -> list[str]:
         ops: The ops in question.
     """
     kinds = {kind for op in ops for kind in _kinds_of(op)}
-    return sorted(kind for kind in kinds if _is_unrepeatable(kind))
+    return sorted(kind for kind in kinds if is_unrepeatable(kind))
 
 
 def own_ops(since: int) -> list[tf.Operation]:
@@ -197,7 +197,7 @@ def variables_assigned(variables: list[keras.Variable], apart=()) -> list[keras.
     if tf.executing_eagerly():
         return list(variables)
     made = operations_within(tf.compat.v1.get_default_graph(), apart)
-    changed = {id(_given_from_outside(op.inputs[0])) for op in made if assigns(op.type)}
+    changed = {id(given_from_outside(op.inputs[0])) for op in made if assigns(op.type)}
     return _with_handles(variables, changed)
 
 
@@ -233,7 +233,7 @@ def _with_handles(variables, handles):
     return [variable for variable, copy in zip(variables, copies) if id(copy.handle) in handles]
 
 
-def _given_from_outside(tensor):
+def given_from_outside(tensor):
     """Follows a tensor that functions and branches have captured to the original tensor."""
     while not isinstance(tensor, tf.__internal__.EagerTensor):
         outside = {id(inner): outer for outer, inner in getattr(tensor.graph, "captures", ())}
@@ -274,7 +274,8 @@ def _attributes_of_bodies(kind):
     return [name for name in _BODIES if name in found]
 
 
-def _is_unrepeatable(kind):
+def is_unrepeatable(kind: str) -> bool:
+    """Whether a second run of ops of a type would differ from the first; see `unrepeatable_ops`."""
     definition = op_def_registry.get(kind)
     if definition is None or not definition.is_stateful:
         return False

@@ -23,8 +23,8 @@ _SCOPES: list[_Scope] = []
 class _Scope:
     """One use of `replaced_ops`; it marks the traces of `tf.function`s that are made in it."""
 
-    def __init__(self, replace):
-        self.replace = replace
+    def __init__(self, replace, observe):
+        self.replace, self.observe = replace, observe
         self.traces = []
 
     def forget_traces(self):
@@ -35,7 +35,7 @@ class _Scope:
 
 
 @contextlib.contextmanager
-def replaced_ops(replace: Callable) -> Iterator[None]:
+def replaced_ops(replace: Callable, observe: Callable | None = None) -> Iterator[None]:
     """Replaces outputs of ops that are created or run in this thread.
 
     TensorFlow's `op_callbacks` can replace outputs in graphs, including those of branches, loops
@@ -50,8 +50,9 @@ def replaced_ops(replace: Callable) -> Iterator[None]:
         replace: Function of an op's type, its inputs, its outputs, its name (None if it ran
             eagerly) and `eager`, that returns as many outputs, or None to keep them. It is not
             called for ops that it creates in a graph itself, but for those that it runs eagerly.
+        observe: Function of each op's type, inputs and name, called first; None for none.
     """
-    scope, local = _Scope(replace), context.context()._thread_local_data
+    scope, local = _Scope(replace, observe), context.context()._thread_local_data
     callbacks = local.op_callbacks
     _install(scope)
     # A separate list: the threads of replicas share that of their parent.
@@ -67,10 +68,22 @@ def replaced_ops(replace: Callable) -> Iterator[None]:
         scope.forget_traces()
 
 
+def observed_ops(observe: Callable) -> contextlib.AbstractContextManager[None]:
+    """Calls a function of the type, the inputs and the name of each op; none is replaced anew."""
+    # Those that a context around this one replaces still are, and by the same function.
+    return replaced_ops(current_replace() or _keep, observe)
+
+
+def _keep(*_, **__):
+    return None
+
+
 def _on_created(op_type, inputs, attrs, outputs, op_name=None, graph=None):
     scope = _SCOPE.value
     if graph is None or scope is None:
         return None
+    if scope.observe is not None:
+        scope.observe(op_type, inputs, op_name)
     return scope.replace(op_type, inputs, outputs, op_name, eager=False)
 
 
@@ -79,6 +92,8 @@ def _on_run(op_type, inputs, outputs):
     scope = _SCOPE.value
     if scope is None:
         return outputs
+    if scope.observe is not None:
+        scope.observe(op_type, inputs, None)
     is_list = isinstance(outputs, (list, tuple))
     new = scope.replace(op_type, inputs, outputs if is_list else [outputs], None, eager=True)
     if new is None:

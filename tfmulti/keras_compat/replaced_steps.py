@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
-import types
 
 import keras
 import numpy as np
@@ -17,10 +14,6 @@ from tensorflow.python.ops.parallel_for import control_flow_ops as parallel_for
 
 from tfmulti import marks
 from tfmulti.keras_compat import held
-from tfmulti.keras_compat.stock import is_stock
-
-# The names by which Keras's methods take all gradients of an update.
-_GRADIENTS = {"grads", "grads_and_vars", "values"}
 
 
 def update_alike(plain):
@@ -140,94 +133,9 @@ def strategy_of(optimizer: keras.optimizers.Optimizer) -> tf.distribute.Strategy
     return optimizer._distribution_strategy
 
 
-@contextlib.contextmanager
-def noting_assigned(variables):
-    """Yields a list to which it adds, in the end, the variables that were assigned in the context.
-
-    In a graph it finds assigning operations; eagerly it finds values that have changed.
-
-    Args:
-        variables: Keras variables.
-    """
-    changed: list[keras.Variable] = []
-    parts = [(variable, part) for variable in variables for part in _parts_of(variable.value)]
-    if tf.executing_eagerly():
-        before = [part.numpy() for _, part in parts]
-        yield changed
-        pairs = zip(parts, before)
-        changed += [each for (each, part), old in pairs if not np.array_equal(part.numpy(), old)]
-        return
-    graph = tf.compat.v1.get_default_graph()
-    have = len(graph.get_operations())
-    yield changed
-    new = [op for op in graph.get_operations()[have:] if "Assign" in op.type]
-    # Assignments have the captured handles as inputs. Capturing adds an input to the function, so
-    # it is left out where nothing is assigned.
-    keys = {id(graph.capture(part.handle)): each for each, part in parts} if new else {}
-    changed += [keys[id(each.inputs[0])] for each in new if id(each.inputs[0]) in keys]
-
-
-def _parts_of(value) -> list:
-    return list(getattr(value, "values", (value,)))
-
-
 def track_variable(optimizer, variable: keras.Variable) -> None:
     """Adds a variable to `optimizer.variables`, as `add_variable` does."""
     optimizer._track_variable(variable)
-
-
-def after_updates(optimizer, function) -> None:
-    """Calls a function of the gradients and the variables after each update of an optimizer.
-
-    Keras's further operations on the new values, such as moving averages and constraints, follow.
-    """
-
-    def update(self, grads, trainable_variables, learning_rate):
-        type(self)._backend_update_step(self, grads, trainable_variables, learning_rate)
-        function(grads, trainable_variables)
-
-    object.__setattr__(optimizer, "_backend_update_step", types.MethodType(update, optimizer))
-
-
-def clip_by(optimizer, **functions) -> None:
-    """Replaces how an optimizer clips gradients.
-
-    Args:
-        optimizer: The optimizer.
-        **functions: For `clipnorm`, `global_clipnorm` or both, what to do where the optimizer has
-            that setting: a function of Keras's own clipping, the gradients and the variables, that
-            returns the clipped gradients. Keras's own is a function of gradients alone.
-    """
-    # `_clip_gradients` is given no variables; `_backend_apply_gradients`, which calls it, is.
-    updating = []
-
-    def apply_gradients(self, grads, trainable_variables):
-        updating[:] = trainable_variables
-        type(self)._backend_apply_gradients(self, grads, trainable_variables)
-
-    def clip(self, grads):
-        original = functools.partial(type(self)._clip_gradients, self)
-        # Keras takes the first of these that is set.
-        used = next((name for name in ("clipnorm", "global_clipnorm") if getattr(self, name)), "")
-        return functions[used](original, grads, updating) if used in functions else original(grads)
-
-    for name, method in (("_backend_apply_gradients", apply_gradients), ("_clip_gradients", clip)):
-        object.__setattr__(optimizer, name, types.MethodType(method, optimizer))
-
-
-def own_parts_of_apply(optimizer) -> list[str]:
-    """Returns what an optimizer's class, unlike Keras's own, does by itself within Keras's `apply`.
-
-    These are the private methods that are given all gradients, such as `_clip_gradients`.
-    """
-    found, base = [], keras.optimizers.Optimizer
-    for name in dir(base):
-        own, stock = getattr(type(optimizer), name), getattr(base, name)
-        if name[0] == "_" != name[1] and inspect.isfunction(stock) and not is_stock(own):
-            taken = inspect.signature(stock).parameters
-            # What this package has replaced is no one's own.
-            found += [name] if own is not stock and _GRADIENTS.intersection(taken) else []
-    return found
 
 
 def has_custom_step(model: keras.Model, kind: str) -> bool:

@@ -12,7 +12,6 @@ values that every worker has.
 
 from __future__ import annotations
 
-import types
 import warnings
 
 import keras
@@ -22,6 +21,7 @@ from absl import logging
 from tfmulti import keras_compat, marks, topology
 from tfmulti.runtime.scoped import with_attributes
 from tfmulti.step import clipping, model_contents, owners, parameters, slots, split_weights
+from tfmulti.step.refused_updates import refusing_shared_state
 
 _WHOLE = {"average": "use_ema", "gradient_accumulator": "gradient_accumulation_steps"}
 
@@ -60,9 +60,9 @@ def shard_state(optimizer: keras.optimizers.Optimizer, shard: str) -> None:
     methods = {"build": _build, "update_step": _update_step}
     methods |= {"finalize_variable_values": _finalize} if shards_parameters else {}
     for name, method in methods.items():
-        object.__setattr__(optimizer, name, types.MethodType(method, optimizer))
+        keras_compat.set_method(optimizer, name, method)
     keras_compat.after_updates(optimizer, shards.send_updates)
-    if shards.has_owned_gradients:
+    if shards.has_owned_gradients and not keras_compat.own_parts_of_apply(optimizer):
         clipping.clip_sharded(optimizer, shards)
 
 
@@ -73,8 +73,9 @@ def _build(self, variables):
 def _update_step(self, gradient, variable, learning_rate):
     shards = marks.SHARDS.get(self)
     if shards.owns(variable):
-        with slots.refusing_shared_state(self, variable):
-            type(self).update_step(self, *shards.own_rows(gradient, variable), learning_rate)
+        with refusing_shared_state(self, variable):
+            update = keras_compat.method_below(self, "update_step")
+            update(*shards.own_rows(gradient, variable), learning_rate)
 
 
 def _finalize(self, var_list):
@@ -260,7 +261,7 @@ class Shards:
         # Outside of the scope nothing else puts the slots on the worker's device.
         device = tf.device(self._strategy.extended.worker_devices[0])
         with with_attributes(optimizer, **own), device, keras_compat.held_values():
-            type(optimizer).build(optimizer, watched)
+            keras_compat.method_below(optimizer, "build")(watched)
         for variable in optimizer.variables:
             if id(variable) not in before:
                 marks.IS_SHARDED.set(variable, True)

@@ -9,7 +9,7 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import keras
@@ -340,39 +340,3 @@ class Watched(list):
             self.current = place
             yield variable
         self.current = None
-
-
-@contextlib.contextmanager
-def refusing_shared_state(optimizer: keras.optimizers.Optimizer, variable) -> Iterator[None]:
-    """Refuses an update of one variable that reads another, or changes more than its own slots.
-
-    Each worker makes only its own updates: shared state would differ between workers, and other
-    variables may not have been updated yet.
-
-    Args:
-        optimizer: The optimizer, with sharded state.
-        variable: The variable that is updated; Keras's or TensorFlow's.
-
-    Raises:
-        RuntimeError: For such a variable, with its name.
-    """
-    others = keras_compat.updated_variables(optimizer)
-    path = keras_compat.path_of(others.pop(keras_compat.variable_index(optimizer, variable)))
-    shared = [v for v in optimizer.variables if not isinstance(v, SlotVariable)]
-    noting = keras_compat.noting_read(others), keras_compat.noting_assigned(shared)
-    with noting[0] as read, noting[1] as changed:
-        yield
-    if read:
-        raise RuntimeError(
-            "With sharded state an update of a variable may read only that variable. "
-            f"Received: {type(optimizer).__name__}.update_step of {path}, which "
-            f"reads {keras_compat.path_of(read[0])}. Compute what needs all variables before the "
-            "updates, in the step, or leave shard out for this optimizer."
-        )
-    if changed:
-        raise RuntimeError(
-            "With sharded state an update of a variable may change only its own slots. "
-            f"Received: {type(optimizer).__name__}.update_step, which changes "
-            f"{changed[0].path}. Create each slot in `build` with add_variable_from_reference, "
-            "count updates by `iterations`, or leave shard out for this optimizer."
-        )

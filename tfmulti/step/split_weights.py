@@ -257,7 +257,8 @@ def held_gradient(gradient, variable):
 def updates_elements(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether an optimizer of Keras's own treats each element of a variable by itself."""
     kind = type(optimizer)
-    return keras_compat.is_stock(kind) and kind.__name__ in _OF_ELEMENTS
+    is_own = not keras_compat.is_stock(kind) or keras_compat.own_methods(optimizer)
+    return not is_own and kind.__name__ in _OF_ELEMENTS
 
 
 def owners_of_updates(
@@ -314,7 +315,7 @@ def refuse_other_updates(optimizer: keras.optimizers.Optimizer, variables) -> No
 
 
 def refuse_own_parts(optimizer: keras.optimizers.Optimizer) -> None:
-    """Raises ValueError for a class whose own code would get only the gradients that are held here.
+    """Raises ValueError for an optimizer whose own code would get only the gradients held here.
 
     Args:
         optimizer: The optimizer, whose weights are to be sharded.
@@ -322,7 +323,7 @@ def refuse_own_parts(optimizer: keras.optimizers.Optimizer) -> None:
     own = keras_compat.own_parts_of_apply(optimizer)
     if own:
         raise ValueError(
-            "With shard='parameters' a class of an optimizer may define `apply`, which gets all "
+            "With shard='parameters' an optimizer may define `apply`, which gets all "
             "gradients, and `update_step`, but none of Keras's private methods for gradients, of "
             f"which each worker has some. Received: {type(optimizer).__name__}.{own[0]}. Change "
             "gradients in `apply` before you call super().apply, or use shard='state'."
