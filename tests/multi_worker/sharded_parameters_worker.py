@@ -581,6 +581,22 @@ def skips(strategy, folder, name):
     return {"apart": apart(*models), "skipped": skipped}
 
 
+def finalized(strategy, folder, name):
+    """Averages that take the places of weights which were gathered before."""
+    x, y = rows()
+    strategy.verify, models = "never", []
+    for shard in (None, "parameters"):
+        model = build(strategy, optimizer="averages at the end", shard=shard)
+        for _ in range(3):
+            model.train_on_batch(x[:16], y[:16])
+        tfmulti.gather_optimizer_state(model)
+        before = model.get_weights()
+        model.optimizer.finalize_variable_values(model.trainable_variables)
+        models.append(model)
+    moved = [np.abs(a - b).max() for a, b in zip(before, model.get_weights())]
+    return {"apart": apart(*models), "moved": float(min(moved))}
+
+
 def evaluated_by_another(strategy, folder, name):
     """A second model over the layers, with the optimizer that Keras adds, evaluates, no more."""
     strategy.verify, losses, told = "never", [], []
@@ -777,6 +793,7 @@ CASES = {
     "two optimizers": two_optimizers,
     "evaluated first": evaluated_first,
     "evaluated by another": evaluated_by_another,
+    "finalized": finalized,
     "in time": in_time,
     "skips": skips,
     "unfrozen": unfrozen,

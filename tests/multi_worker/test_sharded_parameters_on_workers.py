@@ -30,7 +30,7 @@ def fast_fixture(over_the_ring):
 def slow_fixture(run_cases, tmp_path_factory):
     names = (*SLOW, "loaded", "swapped", "settings", "two optimizers", "skips")
     names += ("swapped to evaluate", "unfrozen", "kept", "evaluated first")
-    names += ("evaluated by another", "in time")
+    names += ("evaluated by another", "finalized", "in time")
     options = ["--mpi"] if cases.MPIEXEC.exists() else []
     return run_cases(tmp_path_factory.mktemp("sharded"), names, options=options)
 
@@ -140,6 +140,12 @@ def test_an_evaluation_before_weights_are_sharded_does_not_keep_them(slow):
     for copies, sharded in (each["evaluated first"] for each in slow):
         assert abs(copies[-1] - copies[0]) > 0.1
         np.testing.assert_allclose(sharded, copies, rtol=2e-6)
+
+
+@pytest.mark.slow
+def test_averages_that_end_a_training_replace_gathered_weights(slow):
+    for seen in (each["finalized"] for each in slow):
+        assert seen["apart"] < 1e-6 and seen["moved"] > 0
 
 
 @pytest.mark.slow

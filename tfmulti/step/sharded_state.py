@@ -79,8 +79,12 @@ def _update_step(self, gradient, variable, learning_rate):
 
 
 def _finalize(self, var_list):
+    variables = list(var_list)
     with keras_compat.held_values():
-        type(self).finalize_variable_values(self, var_list)
+        keras_compat.method_below(self, "finalize_variable_values")(variables)
+    # A script may have gathered what they were.
+    if tf.executing_eagerly():
+        keep_swapped(self, variables)
 
 
 def held_gradients(optimizer, gradients, variables=None) -> list:
