@@ -61,6 +61,10 @@ def test_an_update_does_not_keep_what_a_worker_without_the_slot_has(values):
     with keras_compat.held_values():
         slot.assign(slot.value)
     np.testing.assert_array_equal(values.read(slot), np.ones(2))
+    np.testing.assert_array_equal(slot.value.numpy(), np.ones(2))
+    momentum = slots.SlotVariable(Shards, 1, False, (2,), "zeros", "float32", "momentum")
+    with keras_compat.held_values(), pytest.raises(RuntimeError, match="only in the update of its"):
+        print(momentum.value)
 
 
 def test_variables_of_new_models_take_the_places_of_deleted_ones(values):

@@ -91,10 +91,10 @@ class SlotVariable(keras.Variable):
 
     @property
     def value(self):
-        """The owner's `tf.Variable`.
+        """The owner's `tf.Variable`; on another worker, outside of a step, the value that it keeps.
 
         Raises:
-            RuntimeError: On another worker.
+            RuntimeError: On another worker, in a step, or if the value is not kept.
         """
         if not (self.is_here or (self._with_weight and keras_compat.are_held_values())):
             raise RuntimeError(
@@ -102,6 +102,8 @@ class SlotVariable(keras.Variable):
                 f"update of its own variable. Received: a read of {self.path}, owned by worker "
                 f"{self.owner}, on worker {self._shards.worker}. Update each variable from its own "
                 "slots and do not log slots in a step, or leave shard out for this optimizer."
+            if not keras_compat.are_held_values() and _is_outside_of_steps():
+                return tf.convert_to_tensor(self.numpy())
             )
         return super().value
 
@@ -129,6 +131,12 @@ class OwnedValues:
     """Reads slots and sharded weights, each kept by one worker, outside of a step.
 
     A gathered value is kept in a temporary file, and is valid until a step runs that changes it.
+
+def _is_outside_of_steps() -> bool:
+    """Whether this thread runs neither a replica's function nor a trace."""
+    in_step = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+    return tf.executing_eagerly() and not in_step
+
 
     Args:
         strategy: A strategy with one replica for each worker.
