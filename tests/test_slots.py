@@ -84,6 +84,19 @@ def test_variables_of_new_models_take_the_places_of_deleted_ones(values):
     assert len(set(sizes)) == 1
 
 
+def test_a_value_that_cannot_be_written_is_an_error_only_when_it_is_read(values):
+    lost, kept = (of_another_worker((2000,), "float32") for _ in range(2))
+    file, values._file = values._file, open("/dev/full", "r+b")
+    with pytest.warns(UserWarning, match="No space left.* Training goes on"):
+        values.keep_value(lost, np.ones(2000, "float32"))
+    with pytest.raises(RuntimeError, match="No space left.*gather_optimizer_state"):
+        values.read(lost)
+    values._file = file
+    for number, variable in enumerate((kept, lost)):
+        values.keep_value(variable, np.full(2000, number, "float32"))
+    assert values.read(kept)[-1] == 0 and values.read(lost)[-1] == 1
+
+
 def test_a_killed_process_leaves_no_file_of_values(values, tmp_path):
     values.keep_value(of_another_worker((2,), "float32"), np.ones(2, "float32"))
     assert not list(tmp_path.iterdir())

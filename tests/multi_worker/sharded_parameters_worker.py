@@ -8,6 +8,8 @@ import contextlib
 import functools
 import gc
 import os
+import tempfile
+import warnings
 import weakref
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -615,6 +617,42 @@ def evaluated_by_another(strategy, folder, name):
     return {"losses": losses, "told": told}
 
 
+def no_room(strategy, folder, name):
+    """One worker cannot write what `fit` gathers in its end, nor weights that it restores."""
+    strategy.verify, models, told = "never", [], []
+    is_other = not topology.is_chief(strategy)
+    stops = functools.partial(keras.callbacks.EarlyStopping, "loss", 9, restore_best_weights=True)
+    for shard in (None, "parameters"):
+        model = build(strategy, shard=shard, optimizer="averages at the end")
+        data = tfmulti.distribute_train(rows(), strategy, 16, seed=3)
+        saves = tfmulti.callbacks.Checkpoint(folder / f"no room {shard}", data)
+        begins = keras.callbacks.LambdaCallback(
+            on_train_begin=lambda logs, model=model, shard=shard: is_other and shard and fill(model)
+        )
+        with warnings.catch_warnings(record=True) as noted:
+            warnings.simplefilter("always")
+            model.fit(data, epochs=2, verbose=0, callbacks=[begins, saves, stops()])
+        models.append(model)
+        told += [str(each.message) for each in noted if "No space left" in str(each.message)]
+    seen = {"told": told[:1], "read": cases.message_of(model.get_weights)}
+    # There is room again.
+    for values in of_values(model):
+        values._file = tempfile.TemporaryFile()
+    tfmulti.gather_optimizer_state(model)
+    return seen | {"apart": apart(*models)}
+
+
+def of_values(model):
+    return marks.SHARDS.get(model.optimizer).values, marks.PARAMETERS.get(
+        model.distribute_strategy
+    ).values
+
+
+def fill(model):
+    for values in of_values(model):
+        values._file = open("/dev/full", "r+b")
+
+
 class Kept(keras.callbacks.Callback):
     """The number of slots whose values this worker keeps as an epoch begins."""
 
@@ -795,6 +833,7 @@ CASES = {
     "evaluated by another": evaluated_by_another,
     "finalized": finalized,
     "in time": in_time,
+    "no room": no_room,
     "skips": skips,
     "unfrozen": unfrozen,
     "kept": kept,

@@ -30,7 +30,7 @@ def fast_fixture(over_the_ring):
 def slow_fixture(run_cases, tmp_path_factory):
     names = (*SLOW, "loaded", "swapped", "settings", "two optimizers", "skips")
     names += ("swapped to evaluate", "unfrozen", "kept", "evaluated first")
-    names += ("evaluated by another", "finalized", "in time")
+    names += ("evaluated by another", "finalized", "in time", "no room")
     options = ["--mpi"] if cases.MPIEXEC.exists() else []
     return run_cases(tmp_path_factory.mktemp("sharded"), names, options=options)
 
@@ -162,6 +162,15 @@ def test_a_layer_that_is_called_for_each_step_of_time_gathers_its_weight_once(sl
         for apart, gathers in seen:
             # In all traces together fewer than there are steps.
             assert apart < 1e-6 and 0 < gathers < 8
+
+
+@pytest.mark.slow
+def test_a_full_disk_as_fit_ends_loses_no_run(slow):
+    chief, other = (each["no room"] for each in slow)
+    assert chief["told"] == [] and chief["read"] == "nothing"
+    assert "Training goes on" in other["told"][0]
+    assert "No space left on device" in other["read"]
+    assert max(chief["apart"], other["apart"]) < 1e-6
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import itertools
 import os
 import tempfile
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 # Within `collective_reads`: a function that is called before the first read.
 _gathers = Scoped(None)
 _numbers = itertools.count()
+_MAKE_ROOM = (
+    "Make room in the folder of temporary files, or name another one in TMPDIR, and call "
+    "tfmulti.gather_optimizer_state(model) on every worker."
+)
 
 
 class SlotVariable(keras.Variable):
@@ -97,13 +102,13 @@ class SlotVariable(keras.Variable):
             RuntimeError: On another worker, in a step, or if the value is not kept.
         """
         if not (self.is_here or (self._with_weight and keras_compat.are_held_values())):
+            if not keras_compat.are_held_values() and _is_outside_of_steps():
+                return tf.convert_to_tensor(self.numpy())
             raise RuntimeError(
                 "With sharded state, a slot exists only on its owner and can be read only in the "
                 f"update of its own variable. Received: a read of {self.path}, owned by worker "
                 f"{self.owner}, on worker {self._shards.worker}. Update each variable from its own "
                 "slots and do not log slots in a step, or leave shard out for this optimizer."
-            if not keras_compat.are_held_values() and _is_outside_of_steps():
-                return tf.convert_to_tensor(self.numpy())
             )
         return super().value
 
@@ -127,16 +132,16 @@ class SlotVariable(keras.Variable):
         return np.asarray(self.numpy(), dtype)
 
 
-class OwnedValues:
-    """Reads slots and sharded weights, each kept by one worker, outside of a step.
-
-    A gathered value is kept in a temporary file, and is valid until a step runs that changes it.
-
 def _is_outside_of_steps() -> bool:
     """Whether this thread runs neither a replica's function nor a trace."""
     in_step = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
     return tf.executing_eagerly() and not in_step
 
+
+class OwnedValues:
+    """Reads slots and sharded weights, each kept by one worker, outside of a step.
+
+    A gathered value is kept in a temporary file, and is valid until a step runs that changes it.
 
     Args:
         strategy: A strategy with one replica for each worker.
@@ -148,6 +153,8 @@ def _is_outside_of_steps() -> bool:
         # that is in the file.
         self._kept_at: dict[int, int] = {}
         self._begins: dict[int, int] = {}
+        # By number: why a value could not be written, on this worker.
+        self._unwritten: dict[int, OSError] = {}
         # By shape and dtype: where values of variables that no longer exist are in the file.
         self._free: dict[tuple, list[int]] = {}
         # Not in memory, which may be too small for the values of all workers. The file has no name,
@@ -178,8 +185,15 @@ def _is_outside_of_steps() -> bool:
         if variable.has_whole:
             with keras_compat.held_values():
                 return keras.ops.convert_to_numpy(variable.value)
+        number = _number_of(variable)
+        if number in self._unwritten:
+            raise RuntimeError(
+                "A sharded variable can be read on a worker that could keep its value in a "
+                f"temporary file. Received: a read of {variable.path}, which is owned by worker "
+                f"{variable.owner}, after an error: {self._unwritten[number]}. {_MAKE_ROOM}"
+            ) from self._unwritten[number]
         with self._lock:
-            self._file.seek(self._begins[_number_of(variable)])
+            self._file.seek(self._begins[number])
             # NumPy saves no name of a dtype that it does not know, such as bfloat16.
             return np.load(self._file).view(tf.as_dtype(variable.dtype).as_numpy_dtype)
 
@@ -198,18 +212,16 @@ def _is_outside_of_steps() -> bool:
     def keep_value(self, variable, value):
         """Keeps a variable's whole value, which all workers know; returns it.
 
-        A step that is traced counts its runs instead, each of which changes the value.
+        A step that is traced counts its runs instead, each of which changes the value. Where the
+        file cannot be written, only reading the value later is an error: workers that have written
+        theirs would wait for this one, and a run that saves nothing does not need them.
         """
         if tf.executing_eagerly():
             number = _number_of(variable)
             if not variable.has_whole:
-                with self._lock:
-                    if number not in self._begins:
-                        self._begins[number] = self._new_begin(variable)
-                    self._file.seek(self._begins[number])
-                    # As the owner's assignment does: `read` takes the file's bytes for this dtype.
-                    dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
-                    np.save(self._file, np.asarray(value, dtype))
+                # As the owner's assignment does: `read` takes the file's bytes for this dtype.
+                dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
+                self._write(variable, number, np.asarray(value, dtype))
             self._kept_at[number] = _num_changes(variable)
         else:
             if variable.own_counter is None:
@@ -217,13 +229,35 @@ def _is_outside_of_steps() -> bool:
             variable.own_counter.assign_add(1)
         return value
 
-    def _new_begin(self, variable) -> int:
-        """Returns a place in the file, which another variable can have when this one is deleted."""
+    def _write(self, variable, number, array):
+        """Writes a value, or notes why that is impossible."""
+        # Places in the file that variables of this shape can have, when others are deleted.
         free = self._free.setdefault((tuple(variable.shape), variable.dtype), [])
-        begin = free.pop() if free else self._file.seek(0, os.SEEK_END)
-        # It holds no reference to this object, and takes no lock: it may run at any time.
-        weakref.finalize(variable, free.append, begin).atexit = False
-        return begin
+        self._unwritten.pop(number, None)
+        is_new = number not in self._begins
+        found = [free.pop()] if is_new and free else []
+        try:
+            with self._lock:
+                begin = found[0] if found else self._begins.get(number)
+                if begin is None:
+                    begin = self._file.seek(0, os.SEEK_END)
+                self._file.seek(begin)
+                np.save(self._file, array)
+                # Else the error would come with whatever uses the file next.
+                self._file.flush()
+                if is_new:
+                    # A place that is not wholly written would end where the next one begins.
+                    self._begins[number] = begin
+                    # It holds no reference to this object, and takes no lock: it may run any time.
+                    weakref.finalize(variable, free.append, begin).atexit = False
+        except OSError as error:
+            free.extend(found)
+            self._unwritten[number] = error
+            warnings.warn(
+                f"Weights or slots of other workers cannot be kept here: {error}. Training goes "
+                f"on; reading or saving them on this worker is an error. {_MAKE_ROOM}",
+                stacklevel=2,
+            )
 
     def forget(self, variable) -> None:
         """Forgets a kept value, before steps that may change it."""
