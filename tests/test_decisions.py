@@ -66,10 +66,10 @@ class Step(keras.Model):
         return {"loss": tf.reduce_mean(errors)}
 
 
-def fit(combine):
+def fit(combine, create=Step):
     strategy = create_strategy(2)
     with strategy.scope():
-        model = Step(combine)
+        model = create(combine)
         model.compile("sgd")
     model.fit(ROWS, TARGETS, batch_size=24, verbose=0)
 
@@ -86,6 +86,50 @@ def test_no_decision_is_told_where_none_is_made():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*decides by a number")
         fit(lambda a, b: a + 2 * b)
+
+
+class OfEarlierSteps(Step):
+    """Weighs its loss by the mean of earlier losses, from a metric that is updated at the end."""
+
+    def __init__(self, weigh):
+        super().__init__(lambda a, b: (a + b) * self.weigh(self.mean.result()))
+        self.mean, self.weigh = keras.metrics.Mean(name="mean"), weigh
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.mean.update_state(logs["loss"])
+        return logs
+
+
+@pytest.mark.parametrize("is_decided", [True, False])
+def test_a_decision_by_a_replicas_part_of_a_metric_is_told(is_decided, recwarn):
+    weigh = lambda mean: 1.0 + (tf.cast(mean > FAR, tf.float32) if is_decided else 0.0)
+    fit(lambda a, b: a, lambda _: OfEarlierSteps(weigh))
+    told = [str(each.message) for each in recwarn if "decides by" in str(each.message)]
+    assert len(told) == is_decided
+    assert all("Greater at " in text and "test_decisions.py:" in text for text in told)
+
+
+class Best(keras.metrics.Metric):
+    """The largest error so far: a metric of the user's own, which gets the rows of all replicas."""
+
+    def __init__(self):
+        super().__init__(name="best")
+        self.best = self.add_variable((), "zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.best.assign(tf.maximum(self.best, tf.reduce_max(tf.abs(y_true - y_pred))))
+
+    def result(self):
+        return tf.sqrt(self.best)
+
+
+def test_metrics_of_ones_own_decide_by_all_rows(recwarn):
+    with create_strategy(2).scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse", metrics=[Best(), "accuracy"])
+    model.fit(ROWS, TARGETS, batch_size=24, verbose=0)
+    assert not [each for each in recwarn if "from its own rows" in str(each.message)]
 
 
 class Scaled(keras.layers.Layer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
-from tfmulti.verification.graph_search import place_of
+from tfmulti.verification.dependencies import place_of
 
 # Operations with two sides, and what to try for a number on one side: the values that lie on both
 # sides of the limit.

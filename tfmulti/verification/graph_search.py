@@ -17,14 +17,12 @@
 from __future__ import annotations
 
 import itertools
-import os
-from pathlib import Path
 
-import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat
-from tfmulti.step.row_axis import OF_ALL_ROWS, OF_SHAPES, inputs_of
+from tfmulti.step.row_axis import OF_SHAPES, inputs_of
+from tfmulti.verification.dependencies import dependencies, is_reduction, place_of, source
 
 # Operations with a kink or a jump.
 _DECIDING = {
@@ -42,12 +40,6 @@ _NOT_LINEAR = {"Div": 1, "DivNoNan": 1, "RealDiv": 1, "Xdivy": 1, "Reciprocal": 
 _NOT_LINEAR |= {"Log": 0, "Log1p": 0, "Pow": 0, "Rsqrt": 0, "Sqrt": 0}
 # In gradients of the others, with the same inputs.
 _DECIDING_GRADIENT = {"Greater", "GreaterEqual", "LeakyReluGrad", "Less", "LessEqual", "Sign"}
-_PACKAGES = [Path(module.__file__).parent for module in (tf, keras)]
-_TENSORFLOW, _KERAS = (f"{folder}{os.sep}" for folder in _PACKAGES)
-# Keras's functions of tensors and of step counts are called by everybody's code.
-_CALLED = ("ops", "backend", os.path.join("optimizers", "schedules"))
-_KERAS_FUNCTIONS = tuple(f"{_KERAS}src{os.sep}{name}{os.sep}" for name in _CALLED)
-_OURS = f"{Path(__file__).parents[1]}{os.sep}"
 # They add what they read, or put it side by side: an expectation of a sum is that of its terms.
 _ADDING = {
     *("Add", "AddN", "AddV2", "BiasAdd", "Sub"),
@@ -78,7 +70,7 @@ def find_decisions(graph, rows_of_replicas: list[list[tf.Tensor]]) -> list[str]:
         rows_of_replicas: For each local replica, the tensors of its rows.
     """
     operations = graph.get_operations()
-    depends = _dependencies(operations, rows_of_replicas)
+    depends = dependencies(graph, rows_of_replicas)
     updating = reaching_updates(operations)
     found = {}
     for each in operations:
@@ -103,7 +95,7 @@ def find_ratios(graph, rows_of_replicas: list[list[tf.Tensor]]) -> list[str]:
         rows_of_replicas: For each local replica, the tensors of its rows.
     """
     operations = graph.get_operations()
-    depends = _dependencies(operations, rows_of_replicas)
+    depends = dependencies(graph, rows_of_replicas)
     reaching = reaching_updates(operations, graph.outputs)
     return _named(
         each
@@ -117,7 +109,7 @@ def find_ratios(graph, rows_of_replicas: list[list[tf.Tensor]]) -> list[str]:
 
 def _is_of_own_rows(tensor, depends) -> bool:
     """Whether a value was made from one replica's rows, and has no axis of rows."""
-    return tensor.shape.is_fully_defined() and len(depends[_source(tensor)]) == 1
+    return tensor.shape.is_fully_defined() and len(depends[source(tensor)]) == 1
 
 
 def _decides(operation, depends) -> bool:
@@ -145,7 +137,7 @@ def _decides(operation, depends) -> bool:
         return False
     one, other = inputs
     return any(
-        len(depends[_source(a)]) == len(depends[_source(b)]) == 1 and _is_of_batch(a.shape, b.shape)
+        len(depends[source(a)]) == len(depends[source(b)]) == 1 and _is_of_batch(a.shape, b.shape)
         for a, b in ((one, other), (other, one))
     )
 
@@ -155,70 +147,6 @@ def _is_of_batch(shape, others) -> bool:
     if shape.rank is None or not others.rank or others[0] == 1:
         return False
     return shape.rank < others.rank or (shape.rank == others.rank and shape[0] == 1)
-
-
-def _dependencies(operations, rows_of_replicas) -> dict:
-    """Returns for each operation the replicas on whose rows its outputs depend.
-
-    What is made from the rows of all of them is the same on all; together with the rows of one it
-    depends on that one: a loss of new weights, which all rows have changed.
-    """
-    everything = frozenset(range(max(len(rows_of_replicas), 2)))
-    rows = {
-        tensor.op: frozenset([replica])
-        for replica, tensors in enumerate(rows_of_replicas)
-        for tensor in tensors
-    }
-    depends: dict = {}
-    # What the step has assigned to variables so far, by their handles.
-    assigned: dict = {}
-    # Operations come after those that they read.
-    for each in operations:
-        known = [depends.get(_source(tensor), frozenset()) for tensor in inputs_of(each)]
-        if each.type == "ReadVariableOp":
-            known.append(assigned.get(each.inputs[0].ref(), frozenset()))
-        elif each.type.startswith("Assign") and each.inputs[0].dtype == tf.resource:
-            handle = each.inputs[0].ref()
-            before = assigned.get(handle, ()) if each.type != "AssignVariableOp" else ()
-            assigned[handle] = _together(everything, *known, before)
-        if each in rows:
-            depends[each] = rows[each]
-        elif each.type in OF_SHAPES:
-            depends[each] = frozenset()
-        elif is_reduction(each):
-            depends[each] = everything
-        else:
-            depends[each] = _together(everything, *known)
-    return depends
-
-
-def _source(tensor):
-    """Returns the operation that made a tensor: custom gradients pass several on at once."""
-    while tensor.op.type == "IdentityN":
-        tensor = tensor.op.inputs[tensor.value_index]
-    return tensor.op
-
-
-def _together(everything, *replicas) -> frozenset:
-    some = frozenset().union(*(each for each in replicas if each != everything))
-    return some or frozenset().union(*replicas)
-
-
-def is_reduction(operation) -> bool:
-    """Whether the outputs of an operation depend on what other replicas have in theirs.
-
-    Args:
-        operation: The operation.
-    """
-    if operation.type not in ("If", "StatelessIf"):
-        return _reduces(operation)
-    # TensorFlow gathers sparse gradients of workers within a branch.
-    return any(map(_reduces, keras_compat.operations_inside(operation)))
-
-
-def _reduces(operation) -> bool:
-    kinds = ("Collective", "Nccl", "PyFunc")
-    return any(name in operation.type for name in kinds) or OF_ALL_ROWS in operation.name
 
 
 def reaching_updates(operations, outputs=()) -> set:
@@ -240,23 +168,6 @@ def _updates(operation) -> bool:
     has_variable = any(tensor.dtype == tf.resource for tensor in operation.inputs)
     is_branch = operation.type in ("If", "Case", "While", "StatefulPartitionedCall")
     return has_variable and (is_branch or operation.type.startswith(("Assign", "Resource")))
-
-
-def place_of(operation) -> str:
-    """Returns the file and line that made an operation; "" if they are Keras's or ours.
-
-    Args:
-        operation: The operation.
-    """
-    for frame in reversed(operation.traceback):
-        path = frame.filename
-        if path.startswith((_TENSORFLOW, *_KERAS_FUNCTIONS)):
-            continue
-        if path.startswith((_KERAS, _OURS)):
-            return ""
-        path = os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
-        return f"{path}:{frame.lineno}"
-    return ""
 
 
 def find_own_noise(graph, rows_of_replicas, noise_of_replicas) -> list[str]:

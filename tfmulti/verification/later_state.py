@@ -7,7 +7,7 @@ import numpy as np
 
 from tfmulti import keras_compat
 from tfmulti.step import model_contents
-from tfmulti.verification.graph_search import place_of
+from tfmulti.verification.dependencies import place_of
 from tfmulti.verification.state import METRIC, OPTIMIZER, TRAINABLE, used_by
 from tfmulti.verification.views import View, holds
 

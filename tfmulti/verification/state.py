@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfmulti import keras_compat
 from tfmulti.step import model_contents
 from tfmulti.verification.chiefs_values import some_of
+from tfmulti.verification.dependencies import is_added
 from tfmulti.verification.differences import are_apart, compare, largest_change, same_bits
 from tfmulti.verification.python_values import walk
 
@@ -256,12 +257,12 @@ class State:
                 handle = (parts or (value,))[0].handle
                 self._add_part(handle, name, kind, replica=0, is_owned=True)
             elif isinstance(value, tf.distribute.DistributedValues):
-                first, added = len(self.parts), _is_added(value)
+                first, added = len(self.parts), is_added(value)
                 kind_here = METRIC if added and kind in (OWN, WEIGHT) else kind
                 for replica, part in enumerate(parts):
                     self._add_part(part.handle, name, kind_here, replica, first, added=added)
             else:
-                replica, added = self._shared_by, _is_added(value)
+                replica, added = self._shared_by, is_added(value)
                 kind_here = METRIC if added and kind in (OWN, WEIGHT) else kind
                 kind_here = OTHER if kind_here == OWN and replica is None else kind_here
                 self._add_part(value.handle, name, kind_here, replica, added=added)
@@ -323,10 +324,3 @@ def make_alike(model, close: float = 0.0) -> str:
             name = name or (part.name if are_apart(value, first, close) else "")
             keras_compat.write_handle(part.handle, first)
     return name
-
-
-def _is_added(variable) -> bool:
-    return (
-        variable.aggregation == tf.VariableAggregation.SUM
-        and variable.synchronization == tf.VariableSynchronization.ON_READ
-    )
