@@ -123,6 +123,41 @@ def test_ratios_and_roots_of_what_no_row_shows_are_warned_of_with_their_line(los
     assert f"{operation} at " in told and "test_verification_unseen.py:" in told
 
 
+def of_rows_below(limit):
+    return lambda x, errors: tf.reduce_mean(tf.boolean_mask(errors, x[:, 0] < limit))
+
+
+def test_means_of_selected_rows_are_warned_of_with_their_line():
+    # All rows are below the limit.
+    [told] = fit(of_rows_below(1e30), positive_at_first())
+    assert "divides by a number" in told
+    assert "Mean at " in told and "test_verification_unseen.py:" in told
+
+
+def put_back(x, errors):
+    """Gives each row to one of two experts, and takes the means of all rows."""
+    expert = tf.cast(x[:, 0] > 0, tf.int32)
+    parts = tf.dynamic_partition(errors, expert, 2)
+    places = tf.dynamic_partition(tf.range(tf.shape(x)[0]), expert, 2)
+    stitched = tf.dynamic_stitch(places, [parts[0], 2 * parts[1]])
+    together = tf.concat(parts, 0)
+    where = tf.where(x[:, 0] > 0)
+    scattered = tf.tensor_scatter_nd_update(errors, where, 2 * tf.gather_nd(errors, where))
+    new = tf.scatter_nd(where, tf.gather_nd(errors, where), tf.shape(errors, tf.int64))
+    return sum(map(tf.reduce_mean, (stitched, together, scattered, new)))
+
+
+def of_steps_of_rows(x, errors):
+    """Takes the mean over some steps of each row."""
+    columns = tf.boolean_mask(x * errors, [True, False, True, True], axis=1)
+    return tf.reduce_mean(tf.reduce_mean(columns, 1))
+
+
+@pytest.mark.parametrize("loss_of", [put_back, of_steps_of_rows])
+def test_means_of_all_rows_are_not_warned_of_where_some_were_selected(loss_of):
+    assert not fit(loss_of, positive_at_first())
+
+
 class MeanOfSome(keras.Model):
     """Evaluates the mean error of some rows, which come late in sorted data."""
 

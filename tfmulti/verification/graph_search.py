@@ -23,6 +23,7 @@ import tensorflow as tf
 from tfmulti import keras_compat
 from tfmulti.step.row_axis import OF_SHAPES, inputs_of
 from tfmulti.verification.dependencies import dependencies, is_reduction, place_of, source
+from tfmulti.verification.selected_rows import means_of_selected
 
 # Operations with a kink or a jump.
 _DECIDING = {
@@ -87,8 +88,8 @@ def find_ratios(graph, rows_of_replicas: list[list[tf.Tensor]]) -> list[str]:
     """Returns where a step divides by a number of one replica's own rows, or the like.
 
     Such numbers have no axis of rows, as a count of some rows or a mean loss, and are no numbers of
-    the batch. Only what reaches an update or an output counts; gradients are left out, and what
-    Keras and tfmulti do themselves.
+    the batch. A mean over selected rows divides by their number. Only what reaches an update or an
+    output counts; gradients are left out, and what Keras and tfmulti do themselves.
 
     Args:
         graph: The graph of the step on the local replicas, traced for any number of rows.
@@ -97,14 +98,23 @@ def find_ratios(graph, rows_of_replicas: list[list[tf.Tensor]]) -> list[str]:
     operations = graph.get_operations()
     depends = dependencies(graph, rows_of_replicas)
     reaching = reaching_updates(operations, graph.outputs)
-    return _named(
+    rows = [tensor for tensors in rows_of_replicas for tensor in tensors]
+    means = [x for x in means_of_selected(operations, rows) if len(depends[x]) == 1]
+    ratios = [
         each
         for each in operations
         if each.type in _NOT_LINEAR
         and each in reaching
         and _GRADIENT not in each.name
         and _is_of_own_rows(each.inputs[_NOT_LINEAR[each.type]], depends)
-    )
+    ]
+    return _named(ratios + [each for each in means if reaching & {each, *_gradients_of(each)}])
+
+
+def _gradients_of(mean) -> list[tf.Operation]:
+    """Returns operations of a mean's gradient, which needs the shape of what it is the mean of."""
+    readers = mean.inputs[0].consumers()
+    return [x for x in readers if x.type == "Shape" and _GRADIENT in x.name]
 
 
 def _is_of_own_rows(tensor, depends) -> bool:
