@@ -132,6 +132,26 @@ def test_metrics_of_ones_own_decide_by_all_rows(recwarn):
     assert not [each for each in recwarn if "from its own rows" in str(each.message)]
 
 
+def in_python(a, b):
+    """Decides in Python, which no graph shows, and in TensorFlow after that."""
+    factor = tf.numpy_function(lambda v: np.float32(1 + (v > FAR)), [a], tf.float32)
+    factor.set_shape(())
+    return a * stop(tf.where(factor > 1.5, factor, 1.0))
+
+
+def printed(a, b):
+    tf.py_function(lambda *values: None, [a, b], [])
+    return a + b
+
+
+@pytest.mark.parametrize("combine", [in_python, printed])
+def test_a_decision_in_python_is_told_and_printing_is_not(combine, recwarn):
+    fit(combine)
+    told = " ".join(str(each.message) for each in recwarn if "decides by" in str(each.message))
+    kinds = ["PyFunc at ", "Greater at "]
+    assert [kind in told for kind in kinds] == [combine is in_python] * 2, told
+
+
 class Scaled(keras.layers.Layer):
     def call(self, x, scale):
         return x * tf.maximum(scale, 0.1)

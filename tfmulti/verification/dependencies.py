@@ -108,8 +108,21 @@ def is_reduction(operation) -> bool:
 
 
 def _reduces(operation) -> bool:
-    kinds = ("Collective", "Nccl", "PyFunc")
+    if calls_python(operation):
+        # Reductions over MPI, not those of the user's own functions.
+        frame = _frame_of(operation)
+        return frame is not None and frame.filename.startswith(_OURS)
+    kinds = ("Collective", "Nccl")
     return any(name in operation.type for name in kinds) or OF_ALL_ROWS in operation.name
+
+
+def calls_python(operation) -> bool:
+    """Whether an operation calls a Python function in each run.
+
+    Args:
+        operation: The operation.
+    """
+    return "PyFunc" in operation.type
 
 
 def place_of(operation) -> str:
@@ -118,12 +131,17 @@ def place_of(operation) -> str:
     Args:
         operation: The operation.
     """
+    frame = _frame_of(operation)
+    if frame is None or frame.filename.startswith((_KERAS, _OURS)):
+        return ""
+    path = frame.filename
+    path = os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
+    return f"{path}:{frame.lineno}"
+
+
+def _frame_of(operation):
+    """Returns the last frame of the code that made an operation, by TensorFlow or `keras.ops`."""
     for frame in reversed(operation.traceback):
-        path = frame.filename
-        if path.startswith((_TENSORFLOW, *_KERAS_FUNCTIONS)):
-            continue
-        if path.startswith((_KERAS, _OURS)):
-            return ""
-        path = os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
-        return f"{path}:{frame.lineno}"
-    return ""
+        if not frame.filename.startswith((_TENSORFLOW, *_KERAS_FUNCTIONS)):
+            return frame
+    return None

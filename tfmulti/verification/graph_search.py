@@ -22,7 +22,13 @@ import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.step.row_axis import OF_SHAPES, inputs_of
-from tfmulti.verification.dependencies import dependencies, is_reduction, place_of, source
+from tfmulti.verification.dependencies import (
+    calls_python,
+    dependencies,
+    is_reduction,
+    place_of,
+    source,
+)
 from tfmulti.verification.selected_rows import means_of_selected
 
 # Operations with a kink or a jump.
@@ -58,24 +64,29 @@ _CHANGING += ("QueueEnqueue", "QueueDequeue", "StackPush", "StackPop", "Stage", 
 _DRAWING = ("IteratorGetNext",)
 
 
-def find_decisions(graph, rows_of_replicas: list[list[tf.Tensor]]) -> list[str]:
+def find_decisions(
+    graph, rows_of_replicas: list[list[tf.Tensor]], *, of_any_size: bool
+) -> list[str]:
     """Returns where a step decides by one replica's own rows: the operation, file and line.
 
     A decision is taken by a number of the batch, such as its mean loss: alone, among a few others,
     or for each row that is compared with it; by whether any row of the batch has a property; or by
-    the place of a row among the others. Only what reaches an update of a variable counts. What
-    Keras and tfmulti decide themselves is left out.
+    the place of a row among the others; or by a Python function that is given such a number. Only
+    what reaches an update of a variable counts. What Keras and tfmulti decide themselves is left
+    out.
 
     Args:
         graph: The graph of the step on the local replicas.
         rows_of_replicas: For each local replica, the tensors of its rows.
+        of_any_size: Whether the graph was traced for any number of rows; else it does not tell
+            vectors of the batch from rows.
     """
     operations = graph.get_operations()
     depends = dependencies(graph, rows_of_replicas)
     updating = reaching_updates(operations)
     found = {}
     for each in operations:
-        if len(depends[each]) != 1 or not _decides(each, depends):
+        if len(depends[each]) != 1 or not _decides(each, depends, of_any_size):
             continue
         readers = {reader for tensor in each.inputs for reader in tensor.consumers()}
         gradients = {reader for reader in readers if reader.type in _DECIDING_GRADIENT}
@@ -122,13 +133,16 @@ def _is_of_own_rows(tensor, depends) -> bool:
     return tensor.shape.is_fully_defined() and len(depends[source(tensor)]) == 1
 
 
-def _decides(operation, depends) -> bool:
+def _decides(operation, depends, of_any_size) -> bool:
     """Whether an operation is a decision, if it depends on the rows of one replica alone."""
     inputs, kind = list(operation.inputs), operation.type
     if kind in ("Any", "All"):
         return operation.outputs[0].shape.rank == 0
     if kind == "TopKV2" and inputs[0].shape.rank == 1 and inputs[0].shape[0] is None:
         return True
+    if calls_python(operation):
+        own = [each for each in inputs if _is_of_own_rows(each, depends)]
+        return any(of_any_size or each.shape.rank == 0 for each in own)
     if kind in _CHOOSING_OF:
         return _is_of_own_rows(inputs[_CHOOSING_OF[kind]], depends)
     if kind == "Cast":

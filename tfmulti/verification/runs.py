@@ -115,9 +115,10 @@ class Distributed:
                 self.function = _traced(case, self._run, example)
         is_split = case.num_replicas > 1 and not case.is_replicated
         if is_split and not only_build and not case.eager and case.kind != PREDICT:
-            self.decisions = find_decisions(self.function.graph, self._rows)
             # A trace for one number of rows does not tell which numbers belong to a row.
-            if not case.is_traced_static:
+            of_any = not case.is_traced_static
+            self.decisions = find_decisions(self.function.graph, self._rows, of_any_size=of_any)
+            if of_any:
                 self.ratios = find_ratios(self.function.graph, self._rows)
             self.own_noise = find_own_noise(self.function.graph, self._rows, self._noise)
         self._draws_without_rows = any(self._noise)
