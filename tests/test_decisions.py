@@ -44,6 +44,7 @@ DECIDING = {
     "a leaky unit": lambda a, b: b + tf.nn.leaky_relu(a + FAR, 0.1) - FAR,
     "an exponential unit": lambda a, b: b + tf.nn.elu(a + 1.0),
     "a range": lambda a, b: b + ops.clip(a, -1.0, FAR),
+    "no such row": lambda a, b: tf.where(stop(a) == -FAR, b, a),
     "a remainder": lambda a, b: a * (1 + tf.math.floordiv(stop(b), FAR)),
 }
 
@@ -79,6 +80,18 @@ def fit(combine, create=Step):
 def test_a_decision_is_told_with_its_line(name):
     with pytest.warns(UserWarning, match="`train_step` decides by .*test_decisions.py:"):
         fit(DECIDING[name])
+
+
+VECTORS = {
+    "numbers for each class": lambda a, b: tf.reduce_sum(tf.nn.relu(both(a, b) + 1.0)) - FAR,
+    "an unused code": lambda a, b: a + b * tf.reduce_sum(tf.cast(stop(both(a, b)) == FAR, a.dtype)),
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_a_decision_by_a_vector_without_rows_is_told(name):
+    with pytest.warns(UserWarning, match="`train_step` decides by .*test_decisions.py:"):
+        fit(VECTORS[name])
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ from tfmulti.verification.selected_rows import means_of_selected
 # Operations with a kink or a jump.
 _DECIDING = {
     *("Abs", "Greater", "GreaterEqual", "IsFinite", "IsInf", "IsNan", "Less", "LessEqual"),
+    *("Equal", "NotEqual"),
     *("Maximum", "Minimum", "Relu", "Relu6", "Sign", "Ceil", "ClipByValue", "Elu", "Floor"),
     *("FloorDiv", "FloorMod", "LeakyRelu", "Rint", "Round", "Selu"),
 }
@@ -69,11 +70,11 @@ def find_decisions(
 ) -> list[str]:
     """Returns where a step decides by one replica's own rows: the operation, file and line.
 
-    A decision is taken by a number of the batch, such as its mean loss: alone, among a few others,
-    or for each row that is compared with it; by whether any row of the batch has a property; or by
-    the place of a row among the others; or by a Python function that is given such a number. Only
-    what reaches an update of a variable counts. What Keras and tfmulti decide themselves is left
-    out.
+    A decision is taken by a number of the batch, such as its mean loss: alone, among a few others
+    (one for each class), or for each row that is compared with it; by whether any row of the batch
+    has a property; by the place of a row among the others; or by a Python function that is given
+    such a number. Only what reaches an update of a variable counts. What Keras and tfmulti decide
+    themselves is left out.
 
     Args:
         graph: The graph of the step on the local replicas.
@@ -142,7 +143,7 @@ def _decides(operation, depends, of_any_size) -> bool:
         return True
     if calls_python(operation):
         own = [each for each in inputs if _is_of_own_rows(each, depends)]
-        return any(of_any_size or each.shape.rank == 0 for each in own)
+        return any(_is_of_batch(each.shape, of_any_size) for each in own)
     if kind in _CHOOSING_OF:
         return _is_of_own_rows(inputs[_CHOOSING_OF[kind]], depends)
     if kind == "Cast":
@@ -155,18 +156,24 @@ def _decides(operation, depends, of_any_size) -> bool:
         return axis == 0 and bool(inputs[0].shape.rank) and inputs[0].shape[0] is None
     if kind not in _DECIDING or not all(each.dtype.is_floating for each in inputs):
         return False
-    if all(each.shape.rank == 0 for each in inputs):
+    if all(_is_of_batch(each.shape, of_any_size) for each in inputs):
         return True
     if kind not in _COMPARING:
         return False
     one, other = inputs
     return any(
-        len(depends[source(a)]) == len(depends[source(b)]) == 1 and _is_of_batch(a.shape, b.shape)
+        len(depends[source(a)]) == len(depends[source(b)]) == 1
+        and _has_no_rows_of(a.shape, b.shape)
         for a, b in ((one, other), (other, one))
     )
 
 
-def _is_of_batch(shape, others) -> bool:
+def _is_of_batch(shape, of_any_size) -> bool:
+    """Whether a tensor that depends on rows has no axis of rows: one for each class, or alone."""
+    return shape.is_fully_defined() if of_any_size else shape.rank == 0
+
+
+def _has_no_rows_of(shape, others) -> bool:
     """Whether a tensor has no axis for the rows that another one has, which it is compared with."""
     if shape.rank is None or not others.rank or others[0] == 1:
         return False
