@@ -168,3 +168,33 @@ def test_weights_that_are_bad_from_the_start_are_told():
 def test_another_action_is_refused():
     with pytest.raises(ValueError, match="`action` must be one of stop, skip"):
         tfmulti.callbacks.NonFinite("ignore")
+
+
+class Replays(keras.callbacks.Callback):
+    """Calls `fit` of the same model, as with pseudo-labels, after a step of the first epoch."""
+
+    def __init__(self, at, *callbacks):
+        super().__init__()
+        self.left, self.callbacks = at, callbacks
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if self.left == 0:
+            data = rows()
+            self.model.fit(*data, batch_size=BATCH_SIZE, verbose=0, callbacks=[*self.callbacks])
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_gradients_are_checked_after_a_callback_has_called_fit(has_own):
+    told = []
+    own = [tfmulti.callbacks.NonFinite("skip", told.append)] if has_own else []
+    callback = tfmulti.callbacks.NonFinite("skip", told.append)
+    x, y = rows()
+    x[[BATCH_SIZE - 1, 4 * BATCH_SIZE - 1]] = np.nan  # Before the inner call, and after it.
+    with create_strategy(2).scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, name="first")])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    callbacks = [callback, Replays(2, *own)]
+    model.fit(x, y, batch_size=BATCH_SIZE, shuffle=False, verbose=0, callbacks=callbacks)
+    assert callback.skipped == len(told) == 2
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())

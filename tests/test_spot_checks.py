@@ -516,3 +516,55 @@ def test_evaluation_goes_on_with_the_whole_batch():
     # Keras 3.12 returns a tensor here.
     expected = float(one.evaluate(rare_rows(), verbose=0))
     assert float(model.evaluate(rare_rows(), verbose=0)) == pytest.approx(expected, abs=1e-6)
+
+
+class Replay(keras.callbacks.Callback):
+    """Calls `fit` of the same model, as with pseudo-labels, after some steps or epochs."""
+
+    def __init__(self, epoch=None, steps=()):
+        super().__init__()
+        self.epoch, self.steps, self.taken = epoch, steps, 0
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == self.epoch:
+            self.replay()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.taken += 1
+        if self.taken in self.steps:
+            self.replay()
+
+    def replay(self):
+        self.model.fit(ROWS[:16], TARGETS[:16], batch_size=BATCH, verbose=0)
+
+
+@pytest.mark.slow
+def test_spot_checks_go_on_after_a_callback_has_called_fit():
+    with pytest.raises(ValueError, match="this held on the first rows, but not"):
+        fit(2, callbacks=[Switch(after=12), Replay(epoch=0)], epochs=4)
+
+
+@pytest.mark.slow
+def test_a_variable_that_a_callback_sets_is_seen_after_a_fit_within_fit():
+    window = Window()
+    with pytest.raises(ValueError, match="but not 2[0-9] steps later"):
+        fit(2, FewSettings, callbacks=[window, Replay(steps=(2, 4, 6, 17))])
+    # Four inner calls of two steps each.
+    assert window.model.optimizer.iterations.numpy() == 17 + 8
+
+
+class AtThirdEpoch(keras.callbacks.Callback):
+    """Sets the settings when the third epoch begins."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2:
+            self.model.settings.assign(tf.ones(12))
+
+
+def test_a_step_is_verified_again_at_an_epoch_after_a_fit_within_fit(monkeypatch):
+    again = []
+    verify = spot_checks._verify_within_fit
+    monkeypatch.setattr(spot_checks, "_verify_within_fit", lambda m: again.append(1) or verify(m))
+    with pytest.raises(ValueError):
+        fit(2, FewSettings, callbacks=[AtThirdEpoch(), Replay(epoch=0)])
+    assert again

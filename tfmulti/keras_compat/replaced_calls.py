@@ -122,6 +122,7 @@ def before_calls(name: str):
             # A callback may call another method: it belongs to the outer one again afterwards.
             outer = marks.CALL.get(self)
             marks.CALL.set(self, (name, bool(validates)))
+            trained_from = marks.TRAINS_FROM.get(self)
             if name == "fit":
                 marks.TRAINS_FROM.set(self, given.get("x"))
             try:
@@ -136,8 +137,8 @@ def before_calls(name: str):
             finally:
                 marks.CALL.set(self, outer)
                 if name == "fit":
-                    # Data may be large, and models outlive them.
-                    marks.TRAINS_FROM.set(self, None)
+                    # Data may be large, and models outlive them: None after the outermost call.
+                    marks.TRAINS_FROM.set(self, trained_from)
 
         return call
 

@@ -73,9 +73,14 @@ class FiniteGuard:
         known = 0 < number <= len(self._names)
         return count, step, self._names[number - 1] if known else f"variable {number}"
 
-    def reset(self) -> None:
-        """Sets the count to zero."""
-        self._found.assign(np.zeros(3, "int64"))
+    @property
+    def counts(self) -> np.ndarray:
+        """The numbers by which it counts, which `reset` takes."""
+        return self._found.numpy()
+
+    def reset(self, counts=(0, 0, 0)) -> None:
+        """Sets the count to zero, or to earlier `counts`."""
+        self._found.assign(np.array(counts, "int64"))
 
 
 def finite_on_all(check_finite, optimizer: keras.optimizers.Optimizer, grads) -> tf.Tensor:

@@ -47,6 +47,7 @@ from tfmulti.strategies import (
     coordination,
     feeds,
     fit_callbacks,
+    nested_calls,
     predict_on_batch,
     program_order,
     saving,
@@ -231,6 +232,7 @@ def _before_call(model, name, given):
 def _during_call(model, name):
     with (
         coordination.call_together(model, name),
+        nested_calls.keeping_outer(model, name),
         keras_compat.shuffling_for(model),
         spot_checks.verifying_predictions(model, name),
         spot_checks.keeping_samples(model, name),

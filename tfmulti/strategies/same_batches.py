@@ -7,13 +7,13 @@ error: rows would come twice or never. Inputs alone can differ by a random chang
 from __future__ import annotations
 
 import warnings
-import weakref
 
 import keras
 
 from tfmulti import marks, topology
 from tfmulti.step.digests import NUMBERS, Digest
 from tfmulti.strategies import coordination
+from tfmulti.strategies.nested_calls import StepsTaken
 
 _ADVICE = (
     "Make the batches alike on every worker: call keras.utils.set_random_seed with one number "
@@ -33,7 +33,7 @@ class BatchComparison:
 
     def __init__(self, model: keras.Model, kind: str):
         self._model, self._kind = model, kind
-        self._iterator, self._taken, self._has_warned = lambda: None, 0, False
+        self._taken, self._has_warned = StepsTaken(), False
 
     def after(self, iterator, steps: int) -> None:
         """Compares batches after some steps; a collective, which all workers call alike.
@@ -45,14 +45,13 @@ class BatchComparison:
         Raises:
             ValueError: If labels differ.
         """
-        if self._iterator() is not iterator:
-            self._iterator, self._taken = weakref.ref(iterator), 0
-        first, self._taken = self._taken, self._taken + steps
+        taken = self._taken.add(iterator, steps)
+        first = taken - steps
         samples = marks.SAMPLES.get(self._model).get(self._kind)
         if samples is None or samples.digests is None:
             return
         for number in NUMBERS:
-            if first <= number < self._taken:
+            if first <= number < taken:
                 self._compare(number, *samples.digests.at(number))
 
     def _compare(self, number, inputs, others):

@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import itertools
 import time
-import weakref
 from collections.abc import Callable, Iterator
 
 import keras
@@ -25,6 +24,7 @@ from tfmulti import keras_compat, marks, topology, verification
 from tfmulti.runtime.scoped import with_attributes
 from tfmulti.step.digests import fibonacci
 from tfmulti.strategies import checks, coordination
+from tfmulti.strategies.nested_calls import StepsTaken
 from tfmulti.strategies.same_batches import BatchComparison
 from tfmulti.verification import verified
 from tfmulti.verification.case import PREDICT, TEST, TRAIN, Case
@@ -51,6 +51,7 @@ class _Progress:
         spent: How many seconds spot checks have taken.
         is_due: Whether it is time for one.
         is_over: Whether there are no more of them.
+        passes: How many steps have been taken with each iterator.
     """
 
     case: Case
@@ -62,7 +63,7 @@ class _Progress:
     spent: float = 0.0
     is_due: bool = False
     is_over: bool = False
-    iterator: Callable = lambda: None
+    passes: StepsTaken = dataclasses.field(default_factory=StepsTaken)
 
     def __post_init__(self):
         self._due = iter(fibonacci())
@@ -70,9 +71,8 @@ class _Progress:
 
     def count(self, iterator, number: int) -> bool:
         """Counts steps; returns whether a spot check is due."""
-        if self.iterator() is not iterator:
-            self.iterator, self.in_pass = weakref.ref(iterator), 0
-        self.steps, self.in_pass = self.steps + number, self.in_pass + number
+        self.steps += number
+        self.in_pass = self.passes.add(iterator, number)
         if self.steps >= self._next:
             self._next = next(itertools.dropwhile(lambda each: each <= self.steps, self._due))
             self.is_due = True
@@ -83,9 +83,9 @@ class _Progress:
         is_current = marks.CHECKED.get(model).get(self.case.kind) is self.case
         if self.is_over or not is_current or not self.changes.are_new():
             return False
-        self.is_due = True
+        self.is_due, self.in_pass = True, self.passes.of(iterator)
         # Of another pass no batch has been kept yet.
-        return self.iterator() is iterator
+        return self.in_pass > 0
 
     @property
     def is_affordable(self) -> bool:
