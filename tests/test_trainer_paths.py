@@ -647,6 +647,19 @@ def test_files_of_model_checkpoint_do_not_pile_up_where_nobody_reads_them(monkey
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.parametrize("is_chief", [True, False])
+def test_only_the_chief_sends_to_a_server(is_chief, monkeypatch):
+    requests = pytest.importorskip("requests")
+    model, sent = build(1, lambda: [keras.Input((4,)), keras.layers.Dense(1)]), []
+    monkeypatch.setattr(requests, "post", lambda *args, **kwargs: sent.append(args))
+    monkeypatch.setattr(fit_callbacks.topology, "num_workers", lambda strategy: 2)
+    monkeypatch.setattr(fit_callbacks.topology, "is_chief", lambda strategy: is_chief)
+    callback = keras.callbacks.RemoteMonitor("http://localhost:1")
+    fit_callbacks.prepare_callback(callback, model)
+    callback.on_epoch_end(0, {"loss": 1.0})
+    assert len(sent) == is_chief
+
+
 @pytest.mark.parametrize(
     "create", [lambda: tf.ragged.constant([[1], []]), lambda: tf.sparse.eye(2)]
 )

@@ -40,6 +40,8 @@ _READERS = (
 def prepare_callback(callback: keras.callbacks.Callback, model: keras.Model) -> None:
     """Redirects the output of a callback to a temporary folder on every worker except the chief.
 
+    A `RemoteMonitor` there sends nothing.
+
     Raises:
         ValueError: For `BackupAndRestore` and `OrbaxCheckpoint`, which would have to read the
             chief's files on every worker.
@@ -58,6 +60,15 @@ def prepare_callback(callback: keras.callbacks.Callback, model: keras.Model) -> 
             setattr(callback, method, _gathering(getattr(callback, method), strategy))
     if not topology.is_chief(strategy):
         _redirect(callback)
+        _silence(callback)
+
+
+def _silence(callback):
+    """Keeps a `RemoteMonitor` from sending to its server what the chief sends."""
+    of_keras = keras.callbacks.RemoteMonitor.on_epoch_end
+    # One of the user's own may do more, which all workers must join.
+    if getattr(type(callback), "on_epoch_end", None) is of_keras:
+        callback.on_epoch_end = lambda epoch, logs=None: None
 
 
 def _redirect(callback):
