@@ -89,6 +89,9 @@ SAMPLES = Mark("samples", {})
 """By kind of step, the batches that are kept of the data that it has, or None."""
 PENDING = Mark("pending", {})
 """By kind of step, the data with which it will be verified when its first batch has been drawn."""
+PARTS_GIVEN = Mark("parts_given", {})
+"""How often `train_on_batch` and `test_on_batch` were called on several workers; see
+`strategies.same_batches`."""
 ANY_ROWS = Mark("any_rows", frozenset())
 """The kinds of steps that are traced for any number of rows, as they were verified."""
 REPLICATED = Mark("replicated", (None, frozenset()))

@@ -7,6 +7,7 @@ rows of all workers.
 from __future__ import annotations
 
 import tempfile
+import warnings
 from pathlib import Path
 
 import keras
@@ -74,6 +75,21 @@ def on_batches(strategy, worker):
         results[f"train/{step}"] = model.train_on_batch(x, y)[0]
         results[f"test/{step}"] = model.test_on_batch(x, y)[0]
     return results | {"weights": model.weights[0].numpy()}
+
+
+def same_on_batches(strategy, worker):
+    """All workers give the same rows to a model, which is told once; of other rows nothing is."""
+    several, told = strategy.num_replicas_in_sync > 1, []
+    for own in (False, True):
+        model, (x, y) = create_model(strategy), rows(4)
+        part = slice(worker, None, 2) if own and several else slice(None)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                model.train_on_batch(x[part], y[part])
+                model.test_on_batch(x[part], y[part])
+        told.append(sum("each worker's own part" in str(w.message) for w in caught))
+    return {"told": told == [int(several), 0]}
 
 
 def predict_on_batches(strategy, worker):
@@ -275,6 +291,7 @@ CASES = {
         predict_several_steps,
         evaluate_several_steps,
         on_batches,
+        same_on_batches,
         predict_on_batches,
         metric_variable,
         own_logs,

@@ -55,6 +55,32 @@ class Digest(NamedTuple):
                 exact = zlib.crc32(b"\0".join(values) if is_text else values.tobytes(), exact)
         return cls(exact & _MASK or 1, _mean_sign(np.concatenate(floats)))
 
+    @staticmethod
+    def of_bits(values) -> int:
+        """Returns a number below 2**24 that stands for all bits of arrays and tensors.
+
+        It is 0 if there are none, or if something else is among them.
+
+        >>> Digest.of_bits([np.zeros(2), None]) == Digest.of_bits([tf.zeros(2, tf.float64)]) > 0
+        True
+        >>> Digest.of_bits([None]), Digest.of_bits([object()])
+        (0, 0)
+        """
+        found = 0
+        for part in tf.nest.flatten(values, expand_composites=True):
+            if part is None:
+                continue
+            try:
+                array = np.asarray(part)
+            except (TypeError, ValueError, RuntimeError):
+                return 0
+            if array.dtype == object:
+                if not tf.is_tensor(part):
+                    return 0
+                array = array.astype("S")
+            found = zlib.crc32(array.tobytes(), found)
+        return found & _MASK
+
     def differs(self, other: Digest) -> bool:
         """Whether values differ by more than what processors round differently."""
         return self.exact != other.exact or abs(self.near - other.near) > _ROUNDING

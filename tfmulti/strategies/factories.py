@@ -243,8 +243,7 @@ def _during_call(model, name):
 def _before_batch(model, name, given):
     checks.refuse_calls_on_servers(model, name)
     checks.adopt_optimizers(model, name)
-    if name == "train_on_batch":
-        fit_callbacks.before_train_on_batch()
+    fit_callbacks.before_batch(model, name, given)
     between_averages = local_steps.num_pending(model) > 0
     if name == "test_on_batch" or (between_averages and local_steps.steps_of(model) == 1):
         local_steps.average_weights(model)

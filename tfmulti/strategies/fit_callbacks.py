@@ -18,8 +18,8 @@ import keras
 
 from tfmulti import keras_compat, marks, topology
 from tfmulti.cluster import environment
-from tfmulti.step import sharded_state, slots
-from tfmulti.strategies import guarded
+from tfmulti.step import local_steps, sharded_state, slots
+from tfmulti.strategies import guarded, same_batches
 from tfmulti.strategies.same_weights import SameOnAllWorkers
 from tfmulti.strategies.spot_checks import VerifyAgain
 
@@ -163,11 +163,20 @@ class FirstStepFile(keras.callbacks.Callback):
 _batches = itertools.count()
 
 
-def before_train_on_batch() -> None:
-    """Creates the file of the first step before the second batch of a loop of `train_on_batch`."""
+def before_batch(model: keras.Model, name: str, given: dict) -> None:
+    """Looks at the batch, and creates the file of the first step before the second one.
+
+    Args:
+        model: The model.
+        name: `"train_on_batch"` or `"test_on_batch"`.
+        given: The arguments of the call.
+    """
     path = os.environ.get(environment.PROGRESS)
-    if path and next(_batches) == 1:
+    if name == "train_on_batch" and path and next(_batches) == 1:
         Path(path).touch()
+    # Between two averages workers need not make their calls together.
+    if local_steps.steps_of(model) == 1:
+        same_batches.compare_parts(model, name, given)
 
 
 def callbacks_for(model: keras.Model) -> tuple[list[keras.callbacks.Callback], ...]:

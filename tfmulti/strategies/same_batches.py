@@ -1,5 +1,7 @@
 """Compares the batches that workers read: each takes its rows of every batch, so all must be alike.
 
+What they give to `train_on_batch` are their own rows, and must not be alike.
+
 Batches of a pass are compared after the steps 1, 2, 3, 5, 8, 13, ... Labels that differ are an
 error: rows would come twice or never. Inputs alone can differ by a random change without a seed.
 """
@@ -21,6 +23,10 @@ _ADVICE = (
     "(np.random.default_rng(1), torch.manual_seed(1)); sort what comes from a Python set or a "
     "folder; give interleave a cycle_length; and read no batch on one worker alone."
 )
+
+_PARTS_OF = ("train_on_batch", "test_on_batch")
+# Their calls whose rows are compared.
+_CALLS = (1, 2, 3, 5, 8)
 
 
 class BatchComparison:
@@ -74,6 +80,38 @@ class BatchComparison:
                 f"the result depends on the number of workers. {_ADVICE}",
                 stacklevel=2,
             )
+
+
+def compare_parts(model: keras.Model, name: str, given: dict) -> None:
+    """Warns once where all workers give the same rows to `train_on_batch` or `test_on_batch`.
+
+    It is a collective, as these calls are themselves.
+
+    Args:
+        model: The model.
+        name: The name of the method.
+        given: Its arguments.
+    """
+    strategy, calls = model.distribute_strategy, marks.PARTS_GIVEN.get(model)
+    number = calls.get(name, 0) + 1
+    if number > _CALLS[-1] or topology.num_workers(strategy) == 1:
+        return
+    marks.PARTS_GIVEN.set(model, {**calls, name: number})
+    if number not in _CALLS:
+        return
+    parts = [given.get(each) for each in ("x", "y", "sample_weight")]
+    least, most = coordination.min_and_max(strategy, Digest.of_bits(parts))
+    if least == most != 0:
+        # All workers find the same.
+        marks.PARTS_GIVEN.set(model, dict.fromkeys(_PARTS_OF, _CALLS[-1]))
+        count = topology.num_workers(strategy)
+        warnings.warn(
+            f"`{name}` must be given each worker's own part of the batch. Received: the same rows "
+            f"on all {count} workers, in call {number}: they count {count} times in sums, such as "
+            "a loss with reduction='sum', in metrics that count, and in losses that compare rows. "
+            f"Give each worker other rows of the batch, such as x[worker::{count}].",
+            stacklevel=2,
+        )
 
 
 def _differ(strategy, digest) -> bool:
