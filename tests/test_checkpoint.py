@@ -237,7 +237,7 @@ def test_variables_and_generators_that_a_model_holds_go_on_where_they_were(num_r
 
 @pytest.mark.slow
 def test_a_checkpoint_without_the_variables_that_a_model_holds_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(own_variables, "own_variables", lambda model, others: {})
+    monkeypatch.setattr(own_variables, "own_variables", lambda *_: {})
     train_moving(1, tmp_path, epochs=1)
     monkeypatch.undo()
     train_moving(1, tmp_path, print_fn=(told := []).append)

@@ -39,12 +39,12 @@ class Preempted(SystemExit):
 class Checkpoint(keras.callbacks.Callback):
     """Saves checkpoints, and resumes from the latest one when `fit` begins.
 
-    A checkpoint has the model, the optimizer, other variables that the model holds, random states,
-    the position in the data, the history, and the state of callbacks that stop training or lower
-    the rate, and of those with `state_dict` and `load_state_dict`. Pass the callback on every
-    worker, last in the list: all take part in reading the state; the chief writes in the
-    background, atomically and with checksums. Resuming needs the folder on the chief only. After
-    SIGTERM to any worker, all save the same step and exit with 143.
+    A checkpoint has the model, the optimizer, other variables that the model or a callback holds or
+    a loss reads, random states, the position in the data, the history, and the state of callbacks
+    that stop training or lower the rate, and of those with `state_dict` and `load_state_dict`. Pass
+    the callback on every worker, last in the list: all take part in reading the state; the chief
+    writes in the background, atomically and with checksums. Resuming needs the folder on the chief
+    only. After SIGTERM to any worker, all save the same step and exit with 143.
 
     Args:
         folder: The folder of the checkpoints.

@@ -80,7 +80,7 @@ def report_unused(remembered: list, callbacks: Sequence, print_fn: Callable[[str
 
 def numbers_of(callbacks: Sequence) -> list[dict]:
     """Returns a copy of the plain attributes of the user's own callbacks, by name."""
-    return [_numbers_of(callback) if _is_own(callback) else {} for callback in callbacks]
+    return [_numbers_of(callback) if is_users(callback) else {} for callback in callbacks]
 
 
 def changed(callbacks: Sequence, first: Sequence[dict]) -> list:
@@ -129,8 +129,14 @@ def _own_state(callback):
     return copy.deepcopy(state)
 
 
-def _is_own(callback) -> bool:
+def is_users(callback) -> bool:
+    """Whether a callback is of the user's own."""
     return type(callback).__module__.partition(".")[0] not in ("keras", "tensorflow", "tfmulti")
+
+
+def attributes_of(callback) -> dict:
+    """Returns the attributes of a callback, but for those that Keras gives to each."""
+    return {name: value for name, value in vars(callback).items() if name not in _OF_KERAS}
 
 
 def _numbers_of(callback) -> dict:

@@ -53,7 +53,7 @@ def take_snapshot(
     """
     local_steps.average_weights(model)
     accumulation.settle(model, model_contents.optimizers_of(model, nested=True))
-    variables = named_variables(model)
+    variables = named_variables(model, callbacks)
     if within_epoch:
         variables |= metric_variables(model)
     tensors, writes = {}, topology.is_chief(model.distribute_strategy)
@@ -142,8 +142,15 @@ def _value_of(variable) -> np.ndarray:
     return np.asarray(keras.ops.convert_to_numpy(variable))
 
 
-def named_variables(model: keras.Model) -> dict[str, keras.Variable | tf.Variable]:
-    """Returns a model's, its optimizers' and its objects' variables by names that do not change."""
+def named_variables(
+    model: keras.Model, callbacks: Sequence = ()
+) -> dict[str, keras.Variable | tf.Variable]:
+    """Returns a model's, its optimizers' and its objects' variables by names that do not change.
+
+    Args:
+        model: The model.
+        callbacks: Callbacks, whose variables are returned too.
+    """
     named = {f"model/{i:06d}": v for i, v in enumerate(model.variables)}
     skip = {id(v) for v in model.metrics_variables}
     named = {name: v for name, v in named.items() if id(v) not in skip}
@@ -154,7 +161,7 @@ def named_variables(model: keras.Model) -> dict[str, keras.Variable | tf.Variabl
                 named[f"optimizer/{number}/{index:06d}"] = variable
         # An outer optimizer may also list the variables of its inner optimizer.
         seen |= {id(variable) for variable in optimizer.variables}
-    return named | own_variables.own_variables(model, named.values())
+    return named | own_variables.own_variables(model, named.values(), callbacks)
 
 
 def metric_variables(model: keras.Model) -> dict[str, keras.Variable]:
@@ -164,7 +171,7 @@ def metric_variables(model: keras.Model) -> dict[str, keras.Variable]:
 
 def _put_back(state: dict, tensors: dict, model: keras.Model, callbacks: Sequence) -> None:
     """Restores a run's state, except metrics' states, since Keras resets them."""
-    for name, variable in named_variables(model).items():
+    for name, variable in named_variables(model, callbacks).items():
         if _is_here(variable) and name in tensors:
             variable.assign(tensors[name])
         if isinstance(variable, keras.Variable):
@@ -290,7 +297,7 @@ def resume(
         _check_data(state["data"], _order_of(dataset))
         optimizers.check_classes(state, model)
         optimizers.build(state, model)
-        variables = named_variables(model)
+        variables = named_variables(model, callbacks)
         _compare(generation, variables, _num_servers(model))
         # The state is the chief's, whose part of a model that is divided has the same variables.
         on_chief(strategy, lambda: optimizers.check_updated(state, model))
