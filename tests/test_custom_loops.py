@@ -1,6 +1,7 @@
 """Loops of the user's own around `strategy.run`: losses as on one device, also with uneven rows."""
 
 import itertools
+import warnings
 
 import keras
 import numpy as np
@@ -215,3 +216,60 @@ def test_gradients_of_both_tapes_at_once_are_told():
 
     with pytest.raises(ValueError, match="Received: gradients from both"):
         strategy.run(on_replica, args=(X[:8], Y[:8]))
+
+
+class RunningMean(keras.layers.Layer):
+    def __init__(self, aggregation):
+        super().__init__(name="running")
+        self.aggregation = aggregation
+
+    def build(self, shape):
+        settings = {"trainable": False, "aggregation": self.aggregation}
+        self.mean = self.add_weight((shape[-1],), "zeros", name="mean", **settings)
+
+    def call(self, x):
+        self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(x, axis=0))
+        return x - self.mean
+
+
+def loop_with_states(aggregation, is_synchronized):
+    """Returns what was told in two traces of a loop, and the states of each replica."""
+    strategy = replicas.create_strategy(2)
+    with strategy.scope():
+        normalize = keras.layers.BatchNormalization(synchronized=is_synchronized, name="local")
+        inner = [RunningMean(aggregation), normalize, keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((4,)), *inner])
+        optimizer = keras.optimizers.Adam(0.1, use_ema=True)
+        optimizer.build(model.trainable_variables)
+        metric = keras.metrics.MeanSquaredError()
+
+    def on_replica(x, y):
+        with tfmulti.DistributedGradientTape() as tape:
+            outputs = model(x, training=True)
+            loss = tf.reduce_mean(tf.square(outputs - y))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+        metric.update_state(y, outputs)
+
+    dataset = tf.data.Dataset.from_tensor_slices((X[:16], Y[:16])).batch(16)
+    [batch] = strategy.experimental_distribute_dataset(dataset)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            tf.function(strategy.run)(on_replica, args=batch)
+    told = [str(w.message) for w in caught if "States of layers" in str(w.message)]
+    states = [normalize.moving_mean, model.layers[0].mean]
+    local = strategy.experimental_local_results
+    return told, [[copy.numpy() for copy in local(state.value)] for state in states]
+
+
+def test_states_of_layers_that_come_apart_are_told_once():
+    [told], states = loop_with_states("none", False)
+    assert all(np.abs(one - other).max() > 1e-4 for one, other in states)
+    assert "local/moving_mean" in told and "running/mean" in told and "on 2 replicas" in told
+    assert "kernel" not in told and "adam" not in told
+    # What it advises.
+    told, states = loop_with_states("mean", True)
+    assert not told
+    for one, other in states:
+        np.testing.assert_array_equal(one, other)

@@ -122,6 +122,8 @@ CHECKPOINTED = Mark("checkpointed", False)
 """Whether a layer, or a model in parts, keeps only its inputs for gradients."""
 OF_GROUP = Mark("of_group", False)
 """Whether the gradient of a bias is that of the rows of a group of workers."""
+OF_LAYER = Mark("of_layer")
+"""Of the value of a state of a layer: a weak reference to the layer; None once it was told of."""
 DEVICE = Mark("device")
 """The device of a weight whose stage of a pipeline is on a device of this process."""
 AVERAGES = Mark("averages", ())

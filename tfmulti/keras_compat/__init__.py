@@ -38,6 +38,7 @@ from tfmulti.keras_compat.held import (
     held_values, hold, in_stateless_scope, is_initialized, move_held, num_moves,
     own_state, own_weights, put_on,
 )
+from tfmulti.keras_compat.layer_states import states_assigned
 from tfmulti.keras_compat.replaced_calls import (
     has_own_function, own_function_error,
 )

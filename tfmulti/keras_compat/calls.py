@@ -233,7 +233,7 @@ def _with_handles(variables, handles):
     return [variable for variable, copy in zip(variables, copies) if id(copy.handle) in handles]
 
 
-def given_from_outside(tensor):
+def given_from_outside(tensor) -> tf.Tensor:
     """Follows a tensor that functions and branches have captured to the original tensor."""
     while not isinstance(tensor, tf.__internal__.EagerTensor):
         outside = {id(inner): outer for outer, inner in getattr(tensor.graph, "captures", ())}

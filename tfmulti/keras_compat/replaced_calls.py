@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import marks
-from tfmulti.keras_compat import held
+from tfmulti.keras_compat import held, layer_states
 from tfmulti.runtime.scoped import with_attributes
 
 
@@ -98,7 +98,9 @@ def before_variables(original, compare):
         if self._aggregation == "only_first_replica" and self._synchronization != "on_read":
             # Each replica counts its updates itself, since a branch cannot update across replicas.
             self._aggregation = "none"
-        return original(self, value)
+        result = original(self, value)
+        layer_states.note_layer(self)
+        return result
 
     return initialize
 

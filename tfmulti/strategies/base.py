@@ -20,7 +20,7 @@ from tfmulti.step import (
     samples,
     wrapped_step,
 )
-from tfmulti.strategies import checks, feeds, program_order
+from tfmulti.strategies import checks, feeds, loop_states, program_order
 
 
 def first_local_value(strategy: tf.distribute.Strategy, values):
@@ -113,6 +113,8 @@ class _KerasRepairs:
     def _note_logs(self, kind, outputs):
         if kind in ("train", "test"):
             self._logs = _weak(outputs)
+        if kind is None and self.num_replicas_in_sync > 1 and not tf.executing_eagerly():
+            loop_states.warn_of_states(self)
         return outputs
 
     def _refuse(self, kind, model, args):
