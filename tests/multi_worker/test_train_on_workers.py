@@ -76,6 +76,7 @@ def test_workers_end_where_one_device_ends(
     for number, text in enumerate(done[1:], start=1):
         assert told_by(f"worker {number}", text) == EVENTS
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".finished",
         "history.csv",
         "logs",
         "model.keras",

@@ -29,7 +29,8 @@ def states_assigned() -> list[tuple[keras.layers.Layer, tf.Variable]]:
                 found[id(variable)] = variable
     of_each = tf.VariableAggregation.NONE
     apart = [v for v in found.values() if v.aggregation == of_each and v.dtype.is_floating]
-    pairs = [(layer(), v) for v in apart if (layer := marks.OF_LAYER.get(v)) is not None]
+    known = [(marks.OF_LAYER.get(v), v) for v in apart]
+    pairs = [(layer(), v) for layer, v in known if layer is not None]
     return [(layer, v) for layer, v in pairs if layer is not None and _counts_rows(layer)]
 
 

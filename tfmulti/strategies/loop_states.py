@@ -12,6 +12,7 @@ from tfmulti import keras_compat, marks
 _MOST_NAMES = 3
 
 
+@tf.autograph.experimental.do_not_convert
 def warn_of_states(strategy: tf.distribute.Strategy) -> None:
     """Warns once of each state that replicas assign in the graph that is being built.
 
