@@ -417,6 +417,15 @@ def test_workers_resume_together_where_each_launcher_counts_its_own_restarts(tmp
     assert asked == [False] and reporter.saver._resume
 
 
+def test_other_workers_are_told_of_an_exit_within_a_users_code(monkeypatch):
+    told = []
+    monkeypatch.setattr(command, "_end_worker", told.append)
+    monkeypatch.setattr(command, "_train", lambda *_: sys.exit("no data"))
+    with pytest.raises(SystemExit, match="no data"):
+        command.main(["train", "--strategy=one_device"])
+    assert [str(error) for error in told] == ["sys.exit('no data')"]
+
+
 def test_a_job_that_is_started_again_after_it_has_finished_trains_nothing(tmp_path, monkeypatch):
     """A worker that failed while it exited made the launcher train all again."""
 

@@ -100,7 +100,7 @@ def gather_in_calls(model: keras.Model) -> None:
         for layer in keras_compat.all_layers(model):
             for variable in keras_compat.own_weights(layer):
                 if not parameters.is_state(variable, layer):
-                    sharded.shard(variable, keep=tf.executing_eagerly())
+                    sharded.shard(variable, keep=True)
     gather_present(model)
 
 

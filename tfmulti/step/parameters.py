@@ -122,6 +122,7 @@ class Parameters:
         if not keras_compat.is_initialized(variable) or not is_large(variable):
             return
         owner = owners.with_fewest(self._held) if owner is None else owner
+        keep = keep and tf.executing_eagerly()
         value = keras.ops.convert_to_numpy(variable) if keep else None
         self._hold(variable, owner, owner == self.worker)
         if keep:

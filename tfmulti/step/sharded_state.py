@@ -220,7 +220,7 @@ class Shards:
         if self.shards_parameters:
             sharded = parameters.of_strategy(self._strategy)
             for variable, owner in zip(variables, self._owners):
-                sharded.shard(variable, owner, keep=tf.executing_eagerly())
+                sharded.shard(variable, owner, keep=True)
                 if isinstance(variable, parameters.ShardedParameter):
                     variable.counters.append(self.updates)
         self._is_here = [

@@ -263,6 +263,10 @@ class OwnedValues:
         """Forgets a kept value, before steps that may change it."""
         self._kept_at.pop(_number_of(variable), None)
 
+    def is_unwritten(self, variable) -> bool:
+        """Whether this worker could not write a value that it should keep."""
+        return _number_of(variable) in self._unwritten
+
     def is_kept(self, variable) -> bool:
         """Whether this worker keeps a variable's whole value, which no step has changed since."""
         return self._kept_at.get(_number_of(variable)) == _num_changes(variable)

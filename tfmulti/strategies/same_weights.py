@@ -111,7 +111,7 @@ def refuse_other_weights(model: keras.Model, *, sharded: bool) -> None:
     has_stages = any(getattr(v, "stages", None) is not None for v in model.weights)
     if local_steps.num_pending(model) or has_stages:
         compared = []
-    own = np.array([_projection(v) if slots.is_known(v) else 0.0 for v in compared])
+    own = np.array([_projection_here(variable) for variable in compared])
     chiefs = receive_from_chief(strategy, [own], coordination.broadcast)
     apart = np.abs(own - chiefs[0]) > _APART if chiefs is not None else [True] * len(own)
     differing = [variable.path for variable, is_apart in zip(compared, apart) if is_apart]
@@ -123,6 +123,16 @@ def refuse_other_weights(model: keras.Model, *, sharded: bool) -> None:
             f"others than the first worker's on {here if differing else 'another worker'}. "
             f"Load or compute them on every worker, and seed what is drawn. {ADVICE}"
         )
+
+
+def _projection_here(weight) -> float:
+    """Returns the projection of what this worker knows of a weight, sharded or not."""
+    if not slots.is_known(weight):
+        return 0.0
+    if hasattr(weight, "is_here") and weight.parameters.values.is_unwritten(weight):
+        # NaN differs from no number: its folder of temporary files was full, and it trains on.
+        return math.nan
+    return _projection(weight)
 
 
 def _projection(variable) -> float:

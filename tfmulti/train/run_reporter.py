@@ -163,8 +163,8 @@ class RunReporter:
         """
         if not coordination.any_worker(self.strategy, environment.count_restarts(os.environ)):
             return None
-        read = self._read_finished if self.is_chief else lambda: None
-        text = coordination.broadcast(self.strategy, read())
+        own = self._read_finished() if self.is_chief else None
+        text = coordination.broadcast(self.strategy, own)
         if not text:
             return None
         self.print_fn("the run had finished before this restart: nothing is trained")
