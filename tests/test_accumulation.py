@@ -197,6 +197,7 @@ def test_a_worker_alone_saves_no_sum_of_its_own(tmp_path, monkeypatch):
     model.save(tmp_path / "model.keras")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("callback", ["NonFinite", "Checkpoint"])
 def test_callbacks_that_read_each_steps_gradients_may_come_amid_an_accumulation(callback, tmp_path):
     models = []

@@ -1101,6 +1101,7 @@ def test_counters_of_stock_callbacks_go_on(steps, small, tmp_path):
     assert fit(folder="parts") == expected
 
 
+@pytest.mark.slow
 def test_a_resumed_run_seeds_random_numbers_no_more(small, tmp_path):
     """Keras seeds them from Python's random numbers when a step first draws."""
 

@@ -132,7 +132,7 @@ def by_closure(beta):
     return keras.callbacks.LambdaCallback(on_epoch_end=add)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("reads_beta", "create_callback"),
     [(True, by_closure), (False, Anneal), (True, Anneal), (False, by_closure)],

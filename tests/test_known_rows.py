@@ -105,6 +105,7 @@ def train(create, num_replicas):
     return np.concatenate([weight.ravel() for weight in model.get_weights()]), history
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "create",
     [

@@ -943,6 +943,7 @@ def test_a_reader_that_stops_reading_holds_nothing_up(launch, tmp_path):
     assert (Path(folder) / "worker_0.log").stat().st_size == 6_000_001
 
 
+@pytest.mark.slow
 def test_a_failure_is_told_and_restarted_though_nobody_reads_the_output(launch, tmp_path):
     code = """
         print("x\\n" * 3_000_000)
@@ -957,6 +958,7 @@ def test_a_failure_is_told_and_restarted_though_nobody_reads_the_output(launch, 
     assert told.index("failed with exit code 9") < told.index("Restart 1 (of 1)")
 
 
+@pytest.mark.slow
 def test_nobody_reads_either_of_the_two(launch, tmp_path):
     reads, writes = os.pipe()
     command = [sys.executable, "-m", "tfmulti.launch", "--num_workers=1", "--", *worker(STALLED)]

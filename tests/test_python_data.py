@@ -159,7 +159,7 @@ def test_no_batch_is_read_for_verification(make, is_global):
         assert_same(train(2, make, is_global, verify=verify), expected)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Batches, Loader])
 def test_eager_steps_read_no_other_batch(make):
     # To find position tables the model is traced with the first batch that is drawn.
@@ -309,7 +309,7 @@ def train_without(strategy, custom):
     return [*model.get_weights(), loss, model.predict(generate(), steps=NUM_BATCHES, verbose=0)]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("custom", [True, False])
 def test_parts_of_a_generator_that_are_none_stay_so(custom):
     expected, actual = (train_without(create_strategy(n), custom) for n in (1, 3))

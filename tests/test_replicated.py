@@ -225,7 +225,7 @@ def assert_same(found, expected, tolerance=1e-6):
         np.testing.assert_allclose(*pair, tolerance, tolerance, err_msg=name)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_one_devices_result(name):
     expected = train(1, **CASES[name])

@@ -561,6 +561,7 @@ class AtThirdEpoch(keras.callbacks.Callback):
             self.model.settings.assign(tf.ones(12))
 
 
+@pytest.mark.slow
 def test_a_step_is_verified_again_at_an_epoch_after_a_fit_within_fit(monkeypatch):
     again = []
     verify = spot_checks._verify_within_fit

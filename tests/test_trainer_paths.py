@@ -536,6 +536,7 @@ def test_a_step_of_another_name_is_refused():
     model.fit(x, x[:, :1], verbose=0)
 
 
+@pytest.mark.slow
 def test_a_train_function_of_ones_own_is_not_verified_on_batches_from_python():
     x = np.ones((8, 3), "float32")
     specs = tf.TensorSpec((None, 3)), tf.TensorSpec((None, 1))

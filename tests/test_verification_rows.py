@@ -149,7 +149,7 @@ FEEDS = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("feed", FEEDS)
 @pytest.mark.filterwarnings("ignore:Your input ran out", "ignore:`shuffle=True` was passed")
 def test_a_model_of_kerass_own_with_unequal_parts_gives_one_devices_result(feed):
