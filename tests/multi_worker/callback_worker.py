@@ -4,6 +4,7 @@ Prints a line of JSON with what each case saw.
 """
 
 import os
+import shutil
 import signal
 from unittest import mock
 
@@ -191,19 +192,26 @@ def sigterm(strategy, folder):
 
 
 def checkpoint_errors(strategy, folder):
-    """The chief can read no checkpoint, and can write none: all workers end with its error."""
+    """The chief can read no checkpoint, or write none from the start or later: all end with it."""
     data = tfmulti.distribute_train(rows(), strategy, BATCH_SIZE, seed=0)
-    damaged, file = folder / "damaged", folder / "file"
+    damaged, file, lost = folder / "damaged", folder / "file", folder / "lost"
+
+    def lose_folder(epoch, logs=None):
+        if topology.is_chief(strategy):
+            shutil.rmtree(lost)
+            lost.write_text("")
+
     if topology.is_chief(strategy):
         (damaged / checkpoint.name_of(3)).mkdir(parents=True)
         file.write_text("")
     told = []
-    for place in (damaged, file / "folder"):
+    for place in (damaged, file / "folder", lost):
+        callbacks = [tfmulti.callbacks.Checkpoint(place, data)]
+        if place == lost:
+            callbacks.append(keras.callbacks.LambdaCallback(on_epoch_begin=lose_folder))
         data.set_position(0)
         try:
-            build(strategy).fit(
-                data, verbose=0, callbacks=[tfmulti.callbacks.Checkpoint(place, data)]
-            )
+            build(strategy).fit(data, verbose=0, callbacks=callbacks)
         except generations.CheckpointError as error:
             told.append(str(error).split(" Received")[0])
     return told

@@ -125,6 +125,7 @@ def test_all_end_where_one_is_told_to_while_it_validates(all_cases):
 @pytest.mark.slow
 def test_all_end_where_the_chief_can_read_or_write_no_checkpoint(all_cases):
     first, second = (each["checkpoint_errors"] for each in all_cases)
-    assert first == second and len(first) == 2
+    assert first == second and len(first) == 3
     assert "one of them must be readable" in first[0]
-    assert "must be written completely" in first[1]
+    assert "must be a folder that can be written to" in first[1]
+    assert "must be written completely" in first[2]
