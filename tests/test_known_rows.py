@@ -105,11 +105,10 @@ def train(create, num_replicas):
     return np.concatenate([weight.ravel() for weight in model.get_weights()]), history
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "create",
     [
-        with_contrastive_loss,
+        pytest.param(with_contrastive_loss, marks=pytest.mark.slow),
         with_a_loss_of_each_feature,
         pytest.param(with_repeated_positions, marks=pytest.mark.slow),
         pytest.param(with_two_outputs, marks=pytest.mark.slow),
