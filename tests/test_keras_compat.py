@@ -1137,6 +1137,7 @@ def test_canary_a_step_reads_weights_from_before_they_moved(kind):
         call(x, x[:, :1])
         keras_compat.put_on(model.layers[0].kernel, "CPU:1")
         model.set_weights([np.ones((2, 1))])
+        model.reset_metrics()  # Keras 3.12 does not, and returns the mean of both calls.
         return float(call(x, x[:, :1]))
 
     with without(f"Model.make_{kind}_function"):
