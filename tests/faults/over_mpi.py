@@ -53,7 +53,7 @@ def lost(number, victim, flags=()):
             seconds = time.monotonic() - began
             error = _error_of(folder, 1 - victim)
             code = launcher.wait()
-        expect(seconds < NOTICE_S and code != 0, seconds, code)
+        expect(seconds < NOTICE_S and code != 0, seconds, code, error, launcher.text)
         if not error:
             # Between epochs workers wait in TensorFlow's ring, which is slower than the launcher.
             error = _line_of(launcher, f"worker {victim} was ended by")
