@@ -144,6 +144,7 @@ def load_weights(path):
     return model
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("save", "load", "name"),
     [

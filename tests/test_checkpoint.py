@@ -944,6 +944,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(small, tmp_p
     assert_same_weights(model.get_weights(), before)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("every_steps", "begun"), [(None, 2), (2, 3)], ids=["whole", "within"])
 def test_fewer_epochs_than_a_run_has_begun_are_refused(small, every_steps, begun):
     """It counted as finished, with the weights of more epochs than were asked for."""
@@ -1079,6 +1080,7 @@ def test_a_step_that_terminate_on_nan_ends_replaces_no_checkpoint(small, tmp_pat
         assert all(np.isfinite(v).all() for name, v in values.items() if "model/" in name)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("steps", [2, 3])
 def test_counters_of_stock_callbacks_go_on(steps, small, tmp_path):
     create, checkpoint = small

@@ -72,7 +72,7 @@ def train(num_replicas, kind, fit):
     return np.concatenate([weight.ravel() for weight in model.get_weights()])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fit", [arrays, predicted_first, seeded, unseeded, changing])
 @pytest.mark.parametrize("kind", [keras.Sequential, CustomModel])
 def test_the_order_is_one_devices(kind, fit):

@@ -88,6 +88,7 @@ VECTORS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", VECTORS)
 def test_a_decision_by_a_vector_without_rows_is_told(name):
     with pytest.warns(UserWarning, match="`train_step` decides by .*test_decisions.py:"):
@@ -114,6 +115,7 @@ class OfEarlierSteps(Step):
         return logs
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_decided", [True, False])
 def test_a_decision_by_a_replicas_part_of_a_metric_is_told(is_decided, recwarn):
     weigh = lambda mean: 1.0 + (tf.cast(mean > FAR, tf.float32) if is_decided else 0.0)
@@ -157,6 +159,7 @@ def printed(a, b):
     return a + b
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("combine", [in_python, printed])
 def test_a_decision_in_python_is_told_and_printing_is_not(combine, recwarn):
     fit(combine)

@@ -546,6 +546,7 @@ def test_activations_are_checkpointed_by_the_pipeline_alone():
                 tfmulti.pipeline(again, devices=[f"{KIND}:0", f"{KIND}:1"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("draws", [tf.random.normal, keras.random.normal])
 @pytest.mark.parametrize("again", [True, False])
 def test_a_stage_that_runs_again_draws_the_same_numbers_or_is_refused(draws, again):

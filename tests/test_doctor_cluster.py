@@ -164,6 +164,7 @@ def test_a_worker_that_does_not_come_is_named():
     assert there.status == "ok"
 
 
+@pytest.mark.slow
 def test_a_name_that_cannot_be_one_is_told():
     spec = {"worker": [f"127.0.0.1:{processes.free_ports(1)[0]}", "a..b:12345"]}
     visits, _ = visit_together({0: Cluster(spec, "worker", 0)}, timeout_s=3.0)[0]

@@ -867,6 +867,7 @@ def iterators(monkeypatch):
         yield created
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("words", [["a", "b", "c"], [5, 6, 7]], ids=["words", "numbers"])
 def test_canary_lookups_refuse_a_dummy_row(words):
     kind = keras.layers.StringLookup if words[0] == "a" else keras.layers.IntegerLookup

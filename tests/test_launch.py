@@ -834,6 +834,7 @@ def test_lines_of_tensorflows_runtime_stay_in_the_file_unless_asked_for(
     assert line in (tmp_path / "log").read_text()
 
 
+@pytest.mark.slow
 def test_a_log_folder_that_is_used_again_keeps_what_is_in_it(run, tmp_path):
     def start(code):
         flags = ["--num_workers=1", "--max_restarts=1", f"--log_dir={tmp_path}"]
@@ -1012,6 +1013,7 @@ def test_what_the_launcher_says_waits_for_lines_before_it_unless_nobody_reads_th
     assert shown.drain() > 0
 
 
+@pytest.mark.slow
 def test_lines_that_nobody_reads_are_left_out_and_counted(output):
     shown, lines, _ = output
     while shown.has_room():

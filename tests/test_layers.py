@@ -81,6 +81,7 @@ def mean_of_masked_steps():
     yield keras.layers.BatchNormalization(synchronized=True)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layers", [masked_steps, mean_of_masked_steps])
 def test_a_dummy_row_that_is_not_a_number_leaves_other_replicas_alone(layers):
     x = np.random.RandomState(0).randn(33, 3, 4).astype("float32")
@@ -160,6 +161,7 @@ class Infinite(keras.layers.Layer):
         return x
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("eager", [False, True])
 def test_an_infinite_state_stays_infinite(eager):
     x = np.random.RandomState(0).rand(5, 4).astype("float32")

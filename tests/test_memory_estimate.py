@@ -68,6 +68,7 @@ def config(**settings):
     return TrainConfig(**{"estimate_memory": 2, **settings})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("optimizer", "share"), [("adam", 0.5), ("lamb", 0.98)])
 def test_slots_of_a_large_variable_are_halved_by_rows_if_the_optimizer_allows_it(optimizer, share):
     found = memory_estimate.estimate(

@@ -161,6 +161,7 @@ def updated_table(num_replicas, optimizer):
     return [variable.numpy() for variable in variables]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_replicas", [1, 3])
 @pytest.mark.parametrize("optimizer", [decayed_but_for_layers, lambda: ByName(0.1)])
 def test_optimizers_know_weights_by_their_names_on_one_device(optimizer, num_replicas):

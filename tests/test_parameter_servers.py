@@ -366,6 +366,7 @@ def test_a_state_that_adds_up_rows_is_refused_where_batches_are_split(kind):
         check_split(step)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("loss", ["mse", "sum"])
 def test_the_rounding_of_bfloat16_is_no_other_loss(loss):
     def total(y, predicted):
@@ -430,6 +431,7 @@ def test_a_loss_that_is_no_mean_over_rows_is_refused_though_the_first_rows_do_no
             sequences(layers, loss, batch)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("trainable", [True, False])
 def test_a_model_within_the_model_may_have_been_compiled(trainable):
     inner = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
@@ -819,6 +821,7 @@ BUILT_BY_STEP = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BUILT_BY_STEP)
 def test_a_model_is_built_by_its_own_step(name):
     model, batch = BUILT_BY_STEP[name]()
@@ -868,6 +871,7 @@ class Grouped(keras.layers.Layer):
         return keras.ops.repeat(keras.ops.sum(keras.ops.reshape(x, (-1, 3, 3)), 1), 3, axis=0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "create_layers, inputs",
     [

@@ -153,6 +153,7 @@ def of_steps_of_rows(x, errors):
     return tf.reduce_mean(tf.reduce_mean(columns, 1))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("loss_of", [put_back, of_steps_of_rows])
 def test_means_of_all_rows_are_not_warned_of_where_some_were_selected(loss_of):
     assert not fit(loss_of, positive_at_first())

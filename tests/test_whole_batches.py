@@ -609,6 +609,7 @@ class Variational(keras.Model):
         return {"value": loss}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_name", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_losses_may_take_other_arguments(by_name):
     seen = []
