@@ -1138,7 +1138,8 @@ def test_canary_a_step_reads_weights_from_before_they_moved(kind):
         call(x, x[:, :1])
         keras_compat.put_on(model.layers[0].kernel, "CPU:1")
         model.set_weights([np.ones((2, 1))])
-        model.reset_metrics()  # Keras 3.12 does not, and returns the mean of both calls.
+        # In Keras 3.12 these calls do not, and return the mean loss of both.
+        model.reset_metrics()
         return float(call(x, x[:, :1]))
 
     with without(f"Model.make_{kind}_function"):

@@ -89,7 +89,7 @@ def test_positions_count_once(optimizer, repeated, remainder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("eager", [False, True])
 def test_positions_count_once_in_a_layer_that_runs_again(eager):
     one, three = train(1, clipped), train(3, clipped, again=True, run_eagerly=eager)
     np.testing.assert_allclose(three, one, rtol=0, atol=1e-6)

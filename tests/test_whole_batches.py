@@ -610,7 +610,7 @@ class Variational(keras.Model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by_name", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("by_name", [True, False])
 def test_losses_may_take_other_arguments(by_name):
     seen = []
     for number in (1, 3):
