@@ -15,7 +15,7 @@ from tensorflow.python.eager import context
 from tfmulti import devices, hardware, topology
 from tfmulti.checkpoint import generations
 from tfmulti.hardware.gpus import Driver, Gpu
-from tfmulti.keras_compat import coordination as collectives
+from tfmulti.keras_compat import collectives
 from tfmulti.parallel import layer_costs
 from tfmulti.step import rows
 from tfmulti.strategies import coordination, multi_worker, parameter_server

@@ -27,7 +27,7 @@ from tensorflow.python.framework import ops
 
 import tfmulti
 from tfmulti import keras_compat, marks
-from tfmulti.keras_compat import TABLE, coordination, table, without_tuning
+from tfmulti.keras_compat import TABLE, collectives, table, without_tuning
 from tfmulti.keras_compat.tracing import NotBuilt
 from tfmulti.step import local_steps, slots
 
@@ -982,7 +982,7 @@ def test_numbers_that_gpus_cannot_add_are_added_in_a_wider_dtype(given, sent_as)
         sent.append(value.dtype)
         return value + value
 
-    add = coordination.reduce_by_size(original)
+    add = collectives.reduce_by_size(original)
     for device, dtype in (("/device:GPU:1", sent_as), ("/device:CPU:0", given)):
         value = tf.constant([3, 2], given)
         total = add(types.SimpleNamespace(_device=device), value, None, None)
@@ -1560,7 +1560,7 @@ def test_workers_gather_numbers_of_every_dtype(dtype):
         return tf.concat([tensor, tensor], 0)
 
     rows = tf.cast([[0, 1], [1, 0]], dtype)
-    found = keras_compat.coordination.gather_by_shape(original)(None, rows, None)
+    found = collectives.gather_by_shape(original)(None, rows, None)
     assert found.dtype == dtype
     np.testing.assert_array_equal(found, tf.concat([rows, rows], 0))
 

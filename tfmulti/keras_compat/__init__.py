@@ -25,10 +25,13 @@ from tfmulti.keras_compat.calls import (
     noting_read, part_of_calls, sources_of, standardized_inputs, unrepeatable_ops, values_of,
     variables_assigned,
 )
+from tfmulti.keras_compat.collectives import (
+    SENT_AS, broadcast_from, exchange_rows, gather_from_workers, mark_launchers,
+    next_collective_key, order_of_workers, skip_collective_keys, use_own_groups,
+)
 from tfmulti.keras_compat.coordination import (
-    SENT_AS, abort_collectives, check_peers, gather_from_workers, heartbeats, listen_for_ends,
-    mark_launchers, next_collective_key, publish, publish_failure, read_if_published,
-    read_published, report_end, report_error, republish, skip_collective_keys, use_own_groups,
+    abort_collectives, check_peers, heartbeats, listen_for_ends, publish, publish_failure,
+    read_if_published, read_published, report_end, report_error, republish,
 )
 from tfmulti.keras_compat.extended import (
     AllDtypesExtended, CustomAllReduceExtended, LogicalCpusExtended, place_variables,

@@ -181,7 +181,7 @@ ATTRIBUTES = {
     mwms.CollectiveAllReduceExtended: ("_collective_keys", "_cross_device_ops"),
     cross_device_ops.CollectiveAllReduce: ("_launchers",),
     cross_device_utils.CollectiveKeys: ("_instance_key_table",),
-    cross_device_utils.CollectiveReplicaLauncher: ("_device",),
+    cross_device_utils.CollectiveReplicaLauncher: ("_device", "_group_key", "_group_size"),
     distribute_lib.ReplicaContextBase: ("_replica_id_in_sync_group",),
     distributed_values.PerReplicaSpec: ("_value_specs",),
     distributed_values.DistributedVariable: (

@@ -19,7 +19,7 @@ from tensorflow.python.ops import summary_ops_v2
 
 from tfmulti.keras_compat import (
     calls,
-    coordination,
+    collectives,
     held,
     replaced_calls,
     replaced_data,
@@ -227,7 +227,7 @@ _DATA = (
             ),
             (
                 "_all_gather",
-                coordination.gather_by_shape,
+                collectives.gather_by_shape,
                 f"{SHAPES} if sparse gradients have different numbers of rows in different steps; "
                 "and no gather of bfloat16",
                 "test_canary_a_key_stands_for_one_shape",
@@ -235,7 +235,7 @@ _DATA = (
             ),
             (
                 "all_reduce",
-                coordination.reduce_by_size,
+                collectives.reduce_by_size,
                 f"{SHAPES} if sums have different numbers of rows in different steps; and "
                 "`Collective all-reduce does not support datatype DT_INT32 on DEVICE_GPU`, or "
                 "DT_BFLOAT16",

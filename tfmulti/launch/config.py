@@ -255,6 +255,8 @@ def variables_of(config: LaunchConfig, local_index: int, num_here: int) -> Mappi
         # The default limit is 64 GiB.
         limit = max(1, memory.available() >> 20)
         chosen |= {**_KEEP, "TF_CPU_BFC_MEM_LIMIT_IN_MB": str(limit)}
+        # By default glibc has 8 for each core of the machine, and each keeps what it has freed.
+        chosen["MALLOC_ARENA_MAX"] = str(threads or len(mine))
     chosen = {name: value for name, value in chosen.items() if name not in os.environ}
     if config.pin:
         chosen[supervisor.CORES] = ",".join(str(core) for core in mine)

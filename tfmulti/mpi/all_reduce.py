@@ -95,7 +95,7 @@ class MpiAllReduce:
         return received
 
     def receive(self, tensor: tf.Tensor, owner: int, shape: tf.TensorShape) -> tf.Tensor:
-        """Returns the owner's tensor on the other workers; on the owner, one without elements.
+        """Returns the owner's tensor on all workers; the owner does not wait for the others.
 
         Args:
             tensor: The tensor on its owner; elsewhere one of the same dtype, of any shape.
@@ -103,7 +103,8 @@ class MpiAllReduce:
             shape: Its shape.
         """
         method = functools.partial(self._receive_shaped, owner, tuple(shape))
-        return self._run([method], [tensor], rank=shape.rank)[0]
+        received = self._run([method], [tensor], rank=shape.rank)[0]
+        return tensor if owner == self._communicator.rank else received
 
     def reduce_to_owners(self, tensors: list[tf.Tensor], owners: list[int]) -> list[tf.Tensor]:
         """Returns the sums over all workers of the tensors that this worker owns, zeros for others.

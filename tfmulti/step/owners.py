@@ -183,7 +183,7 @@ def _all_rounds(values, owners, not_kept, number, by_mpi) -> Iterator[tuple]:
 def receive_from(strategy, value: tf.Tensor, owner: int, shape) -> tf.Tensor:
     """Returns the owner's tensor on all workers.
 
-    Call it in a replica, on every worker. Without MPI it adds the tensor and the others' zeros.
+    Call it in a replica, on every worker. Over NCCL it adds the tensor and the others' zeros.
 
     Args:
         strategy: A strategy with one replica for each worker.
@@ -191,14 +191,12 @@ def receive_from(strategy, value: tf.Tensor, owner: int, shape) -> tf.Tensor:
         owner: The number of the worker that has it.
         shape: Its shape.
     """
-    is_here = owner == topology.worker_index(strategy)
     if getattr(strategy.extended, "receive", None) is not None:
         received = strategy.extended.receive(value, owner, shape)
     else:
-        sent = value if is_here else tf.zeros(shape, value.dtype)
-        received = _collective(strategy, sent)
-    # Over MPI the owner itself receives a tensor without elements.
-    return value if is_here else tf.ensure_shape(received, shape)
+        is_here = owner == topology.worker_index(strategy)
+        received = _collective(strategy, value if is_here else tf.zeros(shape, value.dtype))
+    return tf.ensure_shape(received, shape)
 
 
 def reduce_to(strategy, value: tf.Tensor, owner: int) -> tf.Tensor:
@@ -210,9 +208,14 @@ def reduce_to(strategy, value: tf.Tensor, owner: int) -> tf.Tensor:
         owner: The number of the worker that needs the sum.
     """
     reduce_to_owners = getattr(strategy.extended, "reduce_to_owners", None)
-    if reduce_to_owners is None:
+    if reduce_to_owners is None or adds_together(strategy):
         return _collective(strategy, value)
     return reduce_to_owners([value], [owner])[0]
+
+
+def adds_together(strategy: tf.distribute.Strategy) -> bool:
+    """Whether sums for one owner cost as much as for all, unless those for all are made at once."""
+    return getattr(strategy.extended, "adds_together", False)
 
 
 def all_reduce(strategy, value: tf.Tensor) -> tf.Tensor:

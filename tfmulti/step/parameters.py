@@ -271,8 +271,8 @@ def gather(
     """Returns a parameter's whole value, with a gradient that is added for its owner.
 
     The gradient stays unreduced, and is added once those of all reads are known, if a step reads
-    the parameter more than once, if it is a sparse gradient of a table, or if code other than
-    Keras's own may use it; see `is_unreduced`.
+    the parameter more than once, if it is a sparse gradient of a table, if code other than Keras's
+    own may use it, or over the ring, which adds those of all owners together; see `is_unreduced`.
 
     Call it in a replica, on every worker.
 
@@ -285,13 +285,14 @@ def gather(
     """
     strategy, dtype = tf.distribute.get_strategy(), held.dtype
     shape, owner, is_here = parameter.shape, parameter.owner, parameter.is_here
+    together = owners.adds_together(strategy)
 
     @tf.custom_gradient
     def add_gradient(value, *received):
         def gradient(upstream):
             is_sparse, several = isinstance(upstream, tf.IndexedSlices), parameter.reads[1] > 1
             only_update = only_update_reads()
-            parameter.unreduced = is_sparse or several or not only_update
+            parameter.unreduced = is_sparse or several or not only_update or together
             if parameter.stages and current_replica_batch() is not None:
                 # It is added to the gradient of the parameter's own stage, which is of all rows.
                 parameter.unreduced = False

@@ -273,7 +273,7 @@ class OwnedValues:
 
     def gathered(self, variable) -> np.ndarray:
         """Returns a variable's whole value from its owner; a collective."""
-        own = tf.zeros(variable.shape, variable.dtype)
+        own = tf.zeros([0], variable.dtype)
         if variable.is_here:
             with keras_compat.held_values():
                 own = tf.convert_to_tensor(variable.value)
@@ -281,19 +281,19 @@ class OwnedValues:
         # A model has many variables of one shape, and a trace takes longer than most gathers.
         alike = tuple(variable.shape), variable.dtype, variable.owner, split
         if alike not in self._functions:
-            self._functions[alike] = self._trace_gather(own, variable.owner, split)
+            self._functions[alike] = self._trace_gather(own, variable)
         [value] = self._strategy().experimental_local_results(self._functions[alike](own))
-        return value.numpy()
+        return np.asarray(value)
 
-    def _trace_gather(self, own, owner, split):
+    def _trace_gather(self, own, variable):
         """Returns a function of this worker's value, or its part, that gives the whole value."""
-        get_strategy = self._strategy
+        get_strategy, shape, owner = self._strategy, variable.shape, variable.owner
+        split = getattr(variable, "split", None)
 
         def on_replica(own):
             if split is not None:
                 return split.join(get_strategy(), own)
-            received = owners.from_owners(get_strategy(), [own], [owner])
-            return next((value for _, value in received), own)
+            return owners.receive_from(get_strategy(), own, owner, shape)
 
         run = tf.function(lambda own: get_strategy().run(on_replica, args=(own,)), autograph=False)
         # If called directly, TensorFlow would warn of one function's traces for many shapes.

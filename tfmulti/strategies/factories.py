@@ -99,7 +99,7 @@ def create_strategy(
             `"mpi"` between CPUs if MPI has started the job, `"ring"` for TensorFlow's own ring;
             `"auto"` uses the first one that applies.
         bucket_bytes: Bytes of small gradients that workers send together; by default 4 MiB over
-            MPI, and all of them over TensorFlow's ring and NCCL.
+            MPI, 16 MiB over TensorFlow's ring, and all of them over NCCL.
         start_timeout: Seconds that workers wait for one another; by default the environment
             variable TFMULTI_START_TIMEOUT, else 60.
         heartbeat_timeout: Seconds without a heartbeat after which a worker, or with

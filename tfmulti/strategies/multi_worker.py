@@ -19,11 +19,13 @@ from tfmulti.cluster.task import Cluster
 from tfmulti.mpi import order
 from tfmulti.mpi.all_reduce import CACHED_PIECE_BYTES, MPI_CALLS, MpiAllReduce
 from tfmulti.runtime import command_line, errors, processes
-from tfmulti.strategies import coordination
+from tfmulti.strategies import coordination, ring
 from tfmulti.strategies.base import MultiWorkerMirroredStrategy
 
 _RPC_LAYER = "grpc"
 _SIGTERM_S = 4.0
+# TensorFlow copies each bucket several times; without buckets, all gradients together.
+_RING_BUCKET_BYTES = 16 * 2**20
 
 
 def create_multi_worker(
@@ -83,14 +85,16 @@ def create_multi_worker(
     strategy.communication = f"{communication} ({reason})"
     if communicator is not None:
         _use_mpi(strategy, communicator, cluster, bucket_bytes)
-        _report_end(cluster)
+    _use_ring(strategy)
     return strategy
 
 
 def _collective_options(communication, bucket_bytes):
+    if bucket_bytes is None:
+        bucket_bytes = _RING_BUCKET_BYTES if communication == "ring" else 0
     engine = "RING" if communication == "mpi" else communication.upper()
     return tf.distribute.experimental.CommunicationOptions(
-        bytes_per_pack=bucket_bytes or 0,
+        bytes_per_pack=bucket_bytes,
         implementation=tf.distribute.experimental.CommunicationImplementation(engine),
     )
 
@@ -100,6 +104,19 @@ def _use_mpi(strategy, communicator, cluster, bucket_bytes) -> None:
     for name in MPI_CALLS:
         setattr(strategy.extended, name, getattr(all_reduce, name))
     strategy.extended.gathers_ahead = mpi.have_spare_cores(communicator)
+    _report_end(cluster)
+
+
+def _use_ring(strategy) -> None:
+    is_alone = topology.num_workers(strategy) == 1
+    if is_alone or not strategy.communication.startswith("ring") or devices.count_gpus():
+        return
+    # Sums for owners need workers with one replica each.
+    if topology.num_local_replicas(strategy) == 1:
+        calls = ring.RingCalls(strategy)
+        strategy.extended.receive = calls.receive
+        strategy.extended.reduce_to_owners = calls.reduce_to_owners
+        strategy.extended.adds_together = True
 
 
 def _create_mpi_all_reduce(communicator, cluster, bucket_bytes) -> MpiAllReduce:

@@ -89,8 +89,8 @@ class TrainConfig:
     communication: str = setting("auto", "How workers reduce gradients.", choices.COMMUNICATIONS)
     bucket_bytes: int | None = setting(
         None,
-        "Bytes of small gradients that workers send together; by default 4 MiB over MPI, and all "
-        "of them over the ring and NCCL.",
+        "Bytes of small gradients that workers send together; by default 4 MiB over MPI, 16 MiB "
+        "over the ring, and all of them over NCCL.",
         at_least=1,
     )
     compression: str | None = setting(
