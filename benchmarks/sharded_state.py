@@ -82,22 +82,18 @@ COLUMNS = (
 def predicted_bytes(slots: int, num_workers: int, shard: str | None, communication: str) -> float:
     """Returns the bytes that all workers together send in a step, for Adam's float32 slots.
 
-    An all-reduce sends each gradient twice to every worker but one. With sharded state MPI reduces
-    to the owners and broadcasts from them; the ring and PyTorch all-reduce, and gather. With
-    sharded parameters weights are sent twice, and gradients once; over the ring each time as an
-    all-reduce, and so are gradients on gloo.
+    An all-reduce sends each gradient twice to every worker but one. With sharded state gradients
+    are added for their owners, which send new weights; PyTorch all-reduces, and gathers. With
+    sharded parameters weights are sent twice, and gradients once; on gloo as an all-reduce.
 
-    >>> predicted_bytes(800, 2, "state", "ring")
+    >>> predicted_bytes(800, 2, "state", TORCH)
     1200.0
     >>> predicted_bytes(800, 2, "parameters", "mpi")
     1200.0
     """
-    times = {
-        "mpi": {None: 2, "state": 2, "parameters": 3},
-        "ring": {None: 2, "state": 3, "parameters": 6},
-        TORCH: {None: 2, "state": 3, "parameters": 4},
-    }[communication][shard]
-    return times * (num_workers - 1) * slots / 2
+    own = {None: 2, "state": 2, "parameters": 3}
+    times = {None: 2, "state": 3, "parameters": 4} if communication == TORCH else own
+    return times[shard] * (num_workers - 1) * slots / 2
 
 
 def measure(

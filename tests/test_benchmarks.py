@@ -287,6 +287,15 @@ def test_memory_saved_is_told_in_proportion_to_slots_that_need_not_be_repeated()
     assert told["of slots x (1-1/N)"] == "90%"
 
 
+@pytest.mark.parametrize("shard", [None, "state", "parameters"])
+@pytest.mark.slow
+def test_sums_for_owners_over_the_ring_send_no_more_bytes_than_over_mpi(shard):
+    found = sharded_state.measure(2, 512, 2, shard, "ring")
+    for communication in ("ring", "mpi"):
+        expected = sharded_state.predicted_bytes(found["slots"], 2, shard, communication)
+        assert found["sent"] == pytest.approx(expected, rel=0.15)
+
+
 @pytest.mark.parametrize(("shard", "way"), sharded_state.TORCH_WAYS.items())
 @pytest.mark.skipif(not find_spec("torch"), reason="PyTorch is not installed")
 @pytest.mark.slow

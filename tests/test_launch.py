@@ -1033,7 +1033,7 @@ def test_lines_that_nobody_reads_are_left_out_and_counted(output):
 SHOW = """
 import json, os, sys
 names = ["MALLOC_MMAP_MAX_", "TF_CPU_ALLOCATOR_USE_BFC"]
-names += ["TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"]
+names += ["TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX"]
 shown = [sorted(os.sched_getaffinity(0)), *(os.environ.get(name) for name in names)]
 index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 open(f"{sys.argv[1]}/{index}.json", "w").write(json.dumps(shown))
@@ -1048,7 +1048,7 @@ def shown_by_workers(tmp_path, **settings):
 
 @pytest.fixture
 def no_threads(monkeypatch):
-    for name in ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"):
+    for name in ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX"):
         monkeypatch.delenv(name, raising=False)
     # The tests may run in a container with a quota.
     monkeypatch.setattr(memory, "read_limits", lambda *_: memory.Limits())
@@ -1060,7 +1060,7 @@ def test_workers_divide_the_cores_and_keep_their_memory(tmp_path):
     parts = [part_of(cores, place, 2) for place in range(2)]
     threads = [str(len(part)) for part in parts]
     assert shown_by_workers(tmp_path, pin=True) == [
-        [part, "0", "true", number, number] for part, number in zip(parts, threads)
+        [part, "0", "true", *[number] * 3] for part, number in zip(parts, threads)
     ]
 
 
@@ -1074,14 +1074,15 @@ def test_threads_keep_within_the_quota_of_a_container(monkeypatch, quota, num_wo
     monkeypatch.setattr(memory, "read_limits", lambda *_: memory.Limits(cores=quota))
     settings = LaunchConfig(num_workers=num_workers)
     given = [variables_of(settings, place, num_workers) for place in range(num_workers)]
-    assert [each["TF_NUM_INTRAOP_THREADS"] for each in given] == [str(threads)] * num_workers
+    for name in ("TF_NUM_INTRAOP_THREADS", "MALLOC_ARENA_MAX"):
+        assert [each[name] for each in given] == [str(threads)] * num_workers
 
 
 @pytest.mark.usefixtures("no_threads")
 def test_each_can_be_switched_off(tmp_path):
     cores = sorted(os.sched_getaffinity(0))
     shown = shown_by_workers(tmp_path, threads=0, allocator="default")
-    assert shown == [[cores, None, None, None, None]] * 2
+    assert shown == [[cores, *[None] * 5]] * 2
 
 
 @pytest.mark.usefixtures("no_threads")

@@ -30,7 +30,7 @@ from faults.workers import (
 from tfmulti import checkpoint
 from tfmulti.runtime import processes
 
-SHARDED = ("--shard", "state")
+SHARDED, PARAMETERS = ("--shard", "state"), ("--shard", "parameters")
 
 
 def lost(number, victim, flags=()):
@@ -228,6 +228,8 @@ SCENARIOS = {
     "a worker is killed": lost(signal.SIGKILL, 1),
     "the chief is killed": lost(signal.SIGKILL, 0),
     "a worker is killed, sharded state": lost(signal.SIGKILL, 1, SHARDED),
+    "a worker is killed, sharded parameters over the ring": lost(signal.SIGKILL, 1, PARAMETERS),
+    "a worker is frozen, sharded parameters over the ring": lost(signal.SIGSTOP, 1, PARAMETERS),
     "a worker is frozen": lost(signal.SIGSTOP, 1),
     "the chief is frozen": lost(signal.SIGSTOP, 0),
     **over_mpi.SCENARIOS,

@@ -40,7 +40,7 @@ OPTIMIZERS = {
         0.1, momentum=0.9, gradient_accumulation_steps=2, global_clipnorm=0.3
     ),
     "loss scale": lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.1), initial_scale=8.0),
-    "own apply": lambda: Normed(0.1, momentum=0.9),
+    "own apply": lambda: Normed(0.01, momentum=0.9),
     "own update": lambda: with_own(optimizers.SGD(0.1), *OWN_METHODS["own update"]),
 }
 

@@ -3,8 +3,8 @@
 A worker updates the variables that it owns, and sends their new values to the others. It updates
 whole variables, so that any optimizer computes what it computes on one device. A variable that
 would make the workers' shares uneven is divided: each worker updates some of its rows, if the
-optimizer is element-wise. Over MPI, gradients that only the update reads are added for the owner
-only. These are stages 1 and 2 of ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054).
+optimizer is element-wise. Between CPUs, gradients that only the update reads are added for the
+owner only. These are stages 1 and 2 of ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054).
 
 Moving averages of weights and accumulated gradients are not sharded: Keras computes them from
 values that every worker has.
