@@ -1060,7 +1060,8 @@ def test_workers_divide_the_cores_and_keep_their_memory(tmp_path):
     parts = [part_of(cores, place, 2) for place in range(2)]
     threads = [str(len(part)) for part in parts]
     assert shown_by_workers(tmp_path, pin=True) == [
-        [part, "0", "true", *[number] * 3] for part, number in zip(parts, threads)
+        [part, "0", "true", number, number, str(max(4, len(part)))]
+        for part, number in zip(parts, threads)
     ]
 
 
@@ -1074,8 +1075,9 @@ def test_threads_keep_within_the_quota_of_a_container(monkeypatch, quota, num_wo
     monkeypatch.setattr(memory, "read_limits", lambda *_: memory.Limits(cores=quota))
     settings = LaunchConfig(num_workers=num_workers)
     given = [variables_of(settings, place, num_workers) for place in range(num_workers)]
-    for name in ("TF_NUM_INTRAOP_THREADS", "MALLOC_ARENA_MAX"):
-        assert [each[name] for each in given] == [str(threads)] * num_workers
+    assert [each["TF_NUM_INTRAOP_THREADS"] for each in given] == [str(threads)] * num_workers
+    # With fewer arenas of malloc, gRPC's threads wait for one another.
+    assert [each["MALLOC_ARENA_MAX"] for each in given] == [str(max(4, threads))] * num_workers
 
 
 @pytest.mark.usefixtures("no_threads")
@@ -1090,7 +1092,7 @@ def test_variables_of_the_user_stay_as_they_are(tmp_path, monkeypatch):
     monkeypatch.setenv("TF_CPU_ALLOCATOR_USE_BFC", "false")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     shown = shown_by_workers(tmp_path, threads=3)
-    assert [each[1:] for each in shown] == [["0", "false", "3", "7"]] * 2
+    assert [each[1:] for each in shown] == [["0", "false", "3", "7", "4"]] * 2
 
 
 SHOW_GPUS = 'import os; print("gpus", os.environ.get("CUDA_VISIBLE_DEVICES"))'

@@ -129,3 +129,15 @@ def test_gradients_are_sent_in_buckets_over_the_ring_unless_the_user_chose_other
 
     assert bytes_of("ring", None) == 16 * 2**20
     assert (bytes_of("nccl", None), bytes_of("ring", 8)) == (0, 8)
+
+
+def test_a_gather_sends_the_largest_tensors_of_all_owners_together():
+    """Each owner sends as much as that with the most: small beside large ones would cost double."""
+    large = owners._ROUND_BYTES // 4
+    sizes, owned_by = [large, 3, large, 4, 5, large], [0, 1, 1, 1, 1, 0]
+    values = [tf.TensorSpec([size]) for size in sizes]
+    sent = [
+        [[sizes[place] for place in part] for part in parts]
+        for parts in owners._all_rounds(values, owned_by, (), 2, by_mpi=False)
+    ]
+    assert sent == [[[large], [large]], [[large], [5, 4, 3]]]

@@ -28,6 +28,7 @@ _KEEP = {
     "MALLOC_TOP_PAD_": "268435456",
     "TF_CPU_ALLOCATOR_USE_BFC": "true",
 }
+_LEAST_ARENAS = 4
 _THREADS = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
 
 
@@ -256,7 +257,8 @@ def variables_of(config: LaunchConfig, local_index: int, num_here: int) -> Mappi
         limit = max(1, memory.available() >> 20)
         chosen |= {**_KEEP, "TF_CPU_BFC_MEM_LIMIT_IN_MB": str(limit)}
         # By default glibc has 8 for each core of the machine, and each keeps what it has freed.
-        chosen["MALLOC_ARENA_MAX"] = str(threads or len(mine))
+        # With fewer than these, gRPC's threads wait for one another.
+        chosen["MALLOC_ARENA_MAX"] = str(max(_LEAST_ARENAS, threads or len(mine)))
     chosen = {name: value for name, value in chosen.items() if name not in os.environ}
     if config.pin:
         chosen[supervisor.CORES] = ",".join(str(core) for core in mine)

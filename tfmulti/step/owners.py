@@ -173,7 +173,9 @@ def _all_rounds(values, owners, not_kept, number, by_mpi) -> Iterator[tuple]:
         places = [
             i for i, x in enumerate(values) if x.dtype.name == dtype and (i in not_kept) == rows
         ]
-        own = [[place for place in places if owners[place] == worker] for worker in range(number)]
+        # A gather sends as much for each owner as for that with the most: the largest go together.
+        largest = places if by_mpi else sorted(places, key=lambda place: -_num_bytes(values[place]))
+        own = [[place for place in largest if owners[place] == worker] for worker in range(number)]
         # All rows of a variable are sent together, and the others one after the other.
         each = [places] if by_mpi and not rows else own
         # A gather needs all workers: an owner that has sent everything takes part with nothing.
@@ -287,8 +289,12 @@ def _gathered(strategy, values, parts, _owners):
                 yield place, tf.reshape(piece, values[place].shape)
 
 
+def _num_bytes(value):
+    return value.shape.num_elements() * value.dtype.size
+
+
 def _rounds(values, places):
-    sizes = [values[p].shape.num_elements() * values[p].dtype.size for p in places]
+    sizes = [_num_bytes(values[place]) for place in places]
     return [[places[at] for at in some] for some in rounds(sizes)]
 
 
