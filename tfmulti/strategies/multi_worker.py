@@ -25,7 +25,7 @@ from tfmulti.strategies.base import MultiWorkerMirroredStrategy
 _RPC_LAYER = "grpc"
 _SIGTERM_S = 4.0
 # TensorFlow copies each bucket several times; without buckets, all gradients together.
-_RING_BUCKET_BYTES = 16 * 2**20
+RING_BUCKET_BYTES = 16 * 2**20
 
 
 def create_multi_worker(
@@ -91,7 +91,7 @@ def create_multi_worker(
 
 def _collective_options(communication, bucket_bytes):
     if bucket_bytes is None:
-        bucket_bytes = _RING_BUCKET_BYTES if communication == "ring" else 0
+        bucket_bytes = RING_BUCKET_BYTES if communication == "ring" else 0
     engine = "RING" if communication == "mpi" else communication.upper()
     return tf.distribute.experimental.CommunicationOptions(
         bytes_per_pack=bucket_bytes,

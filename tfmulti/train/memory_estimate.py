@@ -4,7 +4,8 @@ The peak of a step is that of its graph: TensorFlow traces the step with the bat
 and the sizes of its tensors are added and taken away again in the order in which they are made.
 TensorFlow runs an operation once its inputs are there, on several threads: the order is not known,
 and the largest of three peaks counts. Layers with sharded weights compute again for gradients.
-All gradients are there until the end of the update, as the check for finite numbers needs them.
+All gradients are there until the end of the update, as the check for finite numbers needs them;
+those of another owner, until they are sent.
 The process itself, its data and TensorFlow's runtime are measured, with a model of one weight.
 """
 
@@ -29,6 +30,7 @@ from tfmulti.runtime import console, memory
 from tfmulti.step import model_contents, owners, parameters, split_weights
 from tfmulti.step.rows import zeros_of
 from tfmulti.strategies import create_strategy
+from tfmulti.strategies.multi_worker import RING_BUCKET_BYTES
 from tfmulti.train.config import TrainConfig
 from tfmulti.train.models import compile_model, create_model, prepare_keras
 
@@ -53,10 +55,10 @@ _INNER_GRAPHS = (
     *("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"),
     *("PartitionedCall", "StatefulPartitionedCall"),
 )
-# What is in memory of gradients while they are added: their sums; and over the ring and NCCL, which
-# join small ones, also what is sent and received.
-_COPIES_TO_SEND = {"mpi": 1, "ring": 3}
-
+# NCCL joins all gradients: they are there once more, and what is sent and what is received.
+_COPIES_OF_NCCL = 3
+# The ring sends two buckets at once, to each worker: measured with two and four.
+_BUCKETS_OF_RING = 2
 
 SHARDED = ("copies", *SHARDS)
 """What is sharded: nothing, the optimizer's state, or large weights as well."""
@@ -154,38 +156,39 @@ def estimate(config: TrainConfig) -> dict[str, Estimate]:
         mpi.world()
     before = memory.resident()
     model = _compiled_model(config, split, strategy, train)
-    optimizer = keras_compat.inner_optimizer(model.optimizer)
     graph, gradients = _trace(model, strategy, train.element_spec, rows)
-    known = [gradient for gradient in gradients if gradient is not None]
-    trainable = sum(map(owners.bytes_of, model.trainable_variables))
-    copies = _COPIES_TO_SEND.get(config.communication, _COPIES_TO_SEND["ring"])
     weights = sum(map(owners.bytes_of, model.variables))
-    optimizers = model_contents.optimizers_of(model, nested=True)
-    slots = _bytes_of_all(each.variables for each in optimizers)
+    slots = _bytes_of_all(each.variables for each in _optimizers(model))
     whole = Estimate(
         # Tracing takes memory too.
         process=max(before, memory.resident() - weights - slots),
         weights=weights,
         slots=slots,
-        step=peak_of(graph, known),
-        communication=copies * trainable if num_workers > 1 else 0,
+        step=peak_of(graph, [gradient for gradient in gradients if gradient is not None]),
+        communication=_bytes_to_send(config, model) if num_workers > 1 else 0,
         has_inner_graphs=any(op.type in _INNER_GRAPHS for op in graph.get_operations()),
     )
     if num_workers == 1:
         return {"copies": whole}
-    own = {}
-    for shard in SHARDS:
-        by_rows = shard == "state"
-        most = split_weights.most_updated(
-            optimizer, model.trainable_variables, num_workers, by_rows
-        )
-        undivided = _undivided_slots(optimizers, shard)
-        divided = (slots - undivided) * most / max(1, trainable)
-        own[shard] = dataclasses.replace(whole, slots=undivided + round(divided))
+    state = _with_sharded_state(whole, model, num_workers, (graph, gradients))
     sharded_parameters.recompute_as_if_sharded(model)
     step = _trace(model, strategy, train.element_spec, rows)
-    own["parameters"] = _with_sharded_weights(own["parameters"], model, num_workers, step, copies)
-    return {"copies": whole, **own}
+    sharded = _with_sharded_weights(whole, model, num_workers, step)
+    return {"copies": whole, "state": state, "parameters": sharded}
+
+
+def _bytes_to_send(config, model) -> int:
+    """Returns the bytes that are in memory, beside the gradients, while these are added."""
+    sizes = [*map(owners.bytes_of, model.trainable_variables), 0]
+    if config.communication == "mpi":
+        # Small ones are joined, a large one is sent by itself.
+        return max(sizes)
+    if config.communication == "nccl" or (config.communication == "auto" and devices.has_gpu()):
+        return _COPIES_OF_NCCL * sum(sizes)
+    bucket = RING_BUCKET_BYTES if config.bucket_bytes is None else config.bucket_bytes
+    # Without buckets all are joined.
+    joined = max(bucket, *sizes) if bucket else sum(sizes)
+    return _BUCKETS_OF_RING * config.estimate_memory * min(joined, sum(sizes))
 
 
 def _compiled_model(config, split, strategy, train) -> keras.Model:
@@ -199,11 +202,45 @@ def _compiled_model(config, split, strategy, train) -> keras.Model:
     return model
 
 
-def _undivided_slots(optimizers, shard) -> int:
-    """Returns the bytes of slots that every worker has for all weights."""
-    if shard == "parameters":
-        return 0
-    return _bytes_of_all(map(keras_compat.averages_and_sums, optimizers))
+def _optimizers(model):
+    return model_contents.optimizers_of(model, nested=True)
+
+
+def _with_sharded_state(whole, model, num_workers, step) -> Estimate:
+    """Returns what the worker needs that updates the most, with whole weights.
+
+    Args:
+        whole: What a worker needs where nothing is sharded.
+        model: The model.
+        num_workers: The number of workers.
+        step: The graph of a step, and a gradient or None for each trainable weight.
+    """
+    owned_by, updated = _updates(model, num_workers, by_rows=True)
+    graph, gradients = step
+    kept, sent = _kept_and_sent(gradients, owned_by, updated.index(max(updated)))
+    undivided = _bytes_of_all(map(keras_compat.averages_and_sums, _optimizers(model)))
+    slots = _slots_of_most(whole.slots, undivided, model, max(updated))
+    return dataclasses.replace(whole, slots=slots, step=peak_of(graph, kept, sent))
+
+
+def _updates(model, num_workers, by_rows) -> tuple[list[int | None], list[int]]:
+    """Returns the worker that updates each trainable weight, and the bytes of each worker's."""
+    optimizer, weights = keras_compat.inner_optimizer(model.optimizer), model.trainable_variables
+    owned_by = split_weights.owners_of_updates(optimizer, weights, num_workers, by_rows)
+    return owned_by, owners.bytes_of_each(weights, num_workers, owned_by)
+
+
+def _slots_of_most(slots, undivided, model, most) -> int:
+    """Returns the bytes of slots of the worker that updates the most bytes of weights.
+
+    Args:
+        slots: The bytes of all slots.
+        undivided: Of these, the bytes that every worker has for all weights.
+        model: The model.
+        most: The bytes of weights that this worker updates.
+    """
+    trainable = sum(map(owners.bytes_of, model.trainable_variables))
+    return undivided + round((slots - undivided) * most / max(1, trainable))
 
 
 def _bytes_of_all(lists) -> int:
@@ -212,32 +249,34 @@ def _bytes_of_all(lists) -> int:
     return sum(map(owners.bytes_of, variables.values()))
 
 
-def _with_sharded_weights(own, model, num_workers, step, copies) -> Estimate:
+def _kept_and_sent(gradients, owned_by, worker) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """Returns the dense gradients whose sums a worker keeps, and those of other owners."""
+    pairs = [(g, owner) for g, owner in zip(gradients, owned_by) if g is not None]
+    # Of one that is divided by rows, each worker keeps some.
+    kept = [gradient for gradient, owner in pairs if owner in (worker, None)]
+    return kept, [gradient for gradient, owner in pairs if owner not in (worker, None)]
+
+
+def _with_sharded_weights(whole, model, num_workers, step) -> Estimate:
     """Returns what the worker needs that holds the most of the large weights.
 
-    Args:
-        own: What it needs where only state is sharded.
-        model: The model.
-        num_workers: The number of workers.
-        step: The graph of its step, and a gradient or None for each trainable weight.
-        copies: How many copies of what is sent are in memory.
+    Args: see `_with_sharded_state`; `step` is that of layers which compute again for gradients.
     """
     large = [v for v in model.variables if parameters.is_large(v)]
     sizes = [owners.bytes_of(v) for v in large]
     owned_by = owners.in_order(sizes, num_workers)
     held = owners.bytes_of_each(large, num_workers, owned_by)
-    elsewhere = {id(v) for v, o in zip(large, owned_by) if o != held.index(max(held))}
+    owner_of = {id(v): owner for v, owner in zip(large, owned_by)}
     graph, gradients = step
-    pairs = [(id(v), g) for v, g in zip(model.trainable_variables, gradients) if g is not None]
-    kept = [gradient for key, gradient in pairs if key not in elsewhere]
-    sent = [gradient for key, gradient in pairs if key in elsewhere]
-    # A weight is gathered for one layer at a time; then its gradient is sent.
-    largest = max(sizes, default=0)
+    trainable_by = [owner_of.get(id(v)) for v in model.trainable_variables]
+    kept, sent = _kept_and_sent(gradients, trainable_by, held.index(max(held)))
+    _, updated = _updates(model, num_workers, by_rows=False)
     return dataclasses.replace(
-        own,
-        weights=own.weights - sum(sizes) + max(held, default=0),
-        step=peak_of(graph, kept, sent) + largest,
-        communication=copies * largest,
+        whole,
+        weights=whole.weights - sum(sizes) + max(held, default=0),
+        slots=_slots_of_most(whole.slots, 0, model, max(updated)),
+        # A weight is gathered for one layer at a time; then its gradient is sent.
+        step=peak_of(graph, kept, sent) + max(sizes, default=0),
     )
 
 
