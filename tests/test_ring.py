@@ -110,17 +110,23 @@ def test_a_tensor_of_its_owner_arrives_in_pieces(monkeypatch, calls, shape):
 
 
 @pytest.mark.parametrize(
-    ("value", "shape"), [(tf.constant([True, False]), [2]), (tf.zeros([0, 4]), [0, 4])]
+    ("value", "shape", "sent_as"),
+    [
+        (tf.constant([True, False]), [2], "int32"),
+        (tf.constant([7, 2**32 - 1], "uint32"), [2], "int64"),
+        (tf.zeros([0, 4]), [0, 4], "float32"),
+    ],
 )
-def test_what_a_broadcast_cannot_send_is_added(monkeypatch, calls, value, shape):
+def test_what_a_broadcast_cannot_send_is_added(monkeypatch, calls, value, shape, sent_as):
     added = []
     monkeypatch.setattr(owners, "all_reduce", lambda _, own: added.append(own) or own)
     monkeypatch.delattr(keras_compat, "broadcast_from")
-    calls[1].receive(value, 1, tf.TensorShape(shape))
-    calls[0].receive(value[:0], 1, tf.TensorShape(shape))
-    assert [each.shape for each in added] == [shape, shape]
-    np.testing.assert_array_equal(added[0], value)
-    assert not np.any(added[1])
+    for worker, given in ((1, value), (0, value[:0])):
+        monkeypatch.setattr(topology, "worker_index", lambda _, worker=worker: worker)
+        received = calls[worker].receive(given, 1, tf.TensorShape(shape))
+        assert received.dtype == value.dtype
+        np.testing.assert_array_equal(received, value if worker == 1 else tf.zeros_like(value))
+    assert [(each.shape, each.dtype) for each in added] == [(shape, sent_as)] * 2
 
 
 def test_gradients_are_sent_in_buckets_over_the_ring_unless_the_user_chose_others():

@@ -111,11 +111,11 @@ def test_a_value_that_was_not_kept_is_an_error(values):
 def test_variables_of_one_shape_are_gathered_by_one_trace(values, monkeypatch):
     traces = []
 
-    def from_owners(strategy, tensors, owners):
-        traces.append(owners)
-        return enumerate(tensors)
+    def receive_from(strategy, value, owner, shape):
+        traces.append(shape)
+        return value
 
-    monkeypatch.setattr(slots.owners, "from_owners", from_owners)
+    monkeypatch.setattr(slots.owners, "receive_from", receive_from)
     for shape in ((2, 3), (2, 3), (3, 2)):
         variable = of_another_worker(shape, "float32")
         variable.is_here = True

@@ -185,7 +185,7 @@ def _all_rounds(values, owners, not_kept, number, by_mpi) -> Iterator[tuple]:
 def receive_from(strategy, value: tf.Tensor, owner: int, shape) -> tf.Tensor:
     """Returns the owner's tensor on all workers.
 
-    Call it in a replica, on every worker. Over NCCL it adds the tensor and the others' zeros.
+    Call it in a replica, on every worker.
 
     Args:
         strategy: A strategy with one replica for each worker.
@@ -196,9 +196,16 @@ def receive_from(strategy, value: tf.Tensor, owner: int, shape) -> tf.Tensor:
     if getattr(strategy.extended, "receive", None) is not None:
         received = strategy.extended.receive(value, owner, shape)
     else:
-        is_here = owner == topology.worker_index(strategy)
-        received = _collective(strategy, value if is_here else tf.zeros(shape, value.dtype))
+        received = receive_as_sum(strategy, value, owner, shape)
     return tf.ensure_shape(received, shape)
+
+
+def receive_as_sum(strategy, value: tf.Tensor, owner: int, shape) -> tf.Tensor:
+    """Does as `receive_from` by adding the tensor and the others' zeros."""
+    is_here = owner == topology.worker_index(strategy)
+    own = value if is_here else tf.zeros(shape, value.dtype)
+    added = all_reduce(strategy, tf.cast(own, keras_compat.SENT_AS.get(own.dtype, own.dtype)))
+    return tf.cast(added, value.dtype)
 
 
 def reduce_to(strategy, value: tf.Tensor, owner: int) -> tf.Tensor:

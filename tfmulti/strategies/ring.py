@@ -48,8 +48,7 @@ class RingCalls:
         size, most = shape.num_elements(), _PIECE_BYTES // tensor.dtype.size
         is_owner = owner == self._worker
         if tensor.dtype not in _SENT or not size:
-            own = tensor if is_owner else tf.zeros(shape, tensor.dtype)
-            return owners.all_reduce(self._strategy(), own)
+            return owners.receive_as_sum(self._strategy(), tensor, owner, shape)
         sizes = [min(most, size - begin) for begin in range(0, size, most)]
         pieces = tf.split(tf.reshape(tensor, [-1]), sizes) if is_owner else [tensor] * len(sizes)
         received = [
