@@ -439,6 +439,9 @@ def routed(uses):
     return model
 
 
+READS = "as arguments(.|\n)*Received: router, which reads"
+
+
 @pytest.mark.parametrize("eager", [False, True])
 def test_what_a_call_finds_or_leaves_in_an_attribute_has_its_gradient(eager):
     found = []
@@ -460,15 +463,16 @@ def test_what_a_call_finds_or_leaves_in_an_attribute_has_its_gradient(eager):
 
 
 @pytest.mark.parametrize(
-    "uses, told",
+    "uses, eager, told",
     [
-        ("function", "as arguments(.|\n)*Received: router, which reads(.|\n)*as an argument"),
-        ("list", "must return its tensors(.|\n)*Received: router, whose(.|\n)*`add_loss`"),
+        ("function", False, f"{READS}(.|\n)*as an argument"),
+        ("function", True, f"{READS} a tensor of shape(.|\n)*as an argument"),
+        ("list", False, "must return its tensors(.|\n)*Received: router, whose(.|\n)*`add_loss`"),
     ],
 )
-def test_tensors_that_would_have_no_gradient_are_refused(uses, told):
+def test_tensors_that_would_have_no_gradient_are_refused(uses, eager, told):
     model = tfmulti.checkpoint_activations(routed(uses), ["router"])
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", run_eagerly=eager)
     with pytest.raises(RuntimeError, match=told):
         model.fit(X, Y, verbose=0)
 

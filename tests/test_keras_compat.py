@@ -1492,6 +1492,26 @@ def test_canary_keras_computes_activations_from_another_state():
         assert gradients(strategy) > 1e-2
 
 
+def test_canary_a_function_with_its_own_gradient_loses_those_of_tensors():
+    table.install_for_custom_gradients()
+    weight = keras.Variable([[2.0]])
+
+    def gradient():
+        with tf.GradientTape() as tape:
+            value = tf.convert_to_tensor(weight)
+            with keras_compat.RecordingScope([(weight, value)]):
+                found = tf.recompute_grad(lambda x: x @ weight)(tf.ones((1, 1)))
+        return tape.gradient(found, weight.value)
+
+    for run in (gradient, tf.function(gradient)):
+        with pytest.raises(RuntimeError, match="would lose its gradient"):
+            run()
+    names = "_eager_mode_decorator", "_graph_mode_decorator"
+    for run, name in zip((gradient, tf.function(gradient)), names):
+        with without(f"custom_gradient.{name}"):
+            assert run() is None
+
+
 def test_canary_a_graph_does_not_count_what_it_captures():
     variable = tf.Variable(1.0)
 

@@ -1,5 +1,7 @@
 """Sums for owners, and tensors of owners, over TensorFlow's ring; workers take turns here."""
 
+import types
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -107,6 +109,25 @@ def test_a_tensor_of_its_owner_arrives_in_pieces(monkeypatch, calls, shape):
     received = calls[0].receive(tf.zeros([0]), 1, value.shape)
     np.testing.assert_array_equal(received, value)
     assert max(map(tf.size, sent)) * 4 <= 300
+
+
+@pytest.mark.parametrize("is_owner", [False, True])
+def test_a_broadcast_runs_whose_result_nothing_needs(is_owner):
+    """Another worker may need it: where one has a weight, and assigns it, the others do not."""
+    launcher = types.SimpleNamespace(
+        _device="CPU:0", _group_size=2, _group_key=1, _next_instance_key=lambda: 1
+    )
+    operations = types.SimpleNamespace(_launchers=[launcher])
+    extended = types.SimpleNamespace(_cross_device_ops=operations)
+
+    @tf.function
+    def step(value):
+        keras_compat.broadcast_from(types.SimpleNamespace(extended=extended), value, [3], is_owner)
+        return value + 1.0
+
+    graph = step.get_concrete_function(tf.TensorSpec([3])).graph
+    [broadcast] = [op for op in graph.get_operations() if "Bcast" in op.type]
+    assert broadcast in graph.control_outputs
 
 
 @pytest.mark.parametrize(

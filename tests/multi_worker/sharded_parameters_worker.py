@@ -258,6 +258,24 @@ class Rescaled(layers.Layer):
         return self.inner(x)
 
 
+class Cell(layers.Layer):
+    """Draws, and so assigns a seed, in each step of the loop of `RNN`."""
+
+    def __init__(self):
+        super().__init__()
+        self.state_size = self.output_size = 64
+        self.dense, self.dropout = layers.Dense(64, activation="tanh"), layers.Dropout(0.3)
+
+    def build(self, shape):
+        self.dense.build((None, shape[-1] + 64))
+        super().build(shape)
+
+    def call(self, x, states, training=False):
+        found = self.dense(ops.concatenate([x, states[0]], -1))
+        found = self.dropout(found, training=training)
+        return found, [found]
+
+
 class Private(keras.Model):
     """A step that bounds the gradient of each row, where workers have different numbers of rows."""
 
@@ -305,9 +323,10 @@ MODELS = {
     "checkpointed_lstm": checkpointed_lstm,
     "clipping": Clipping,
     "gradients of rows": Private,
+    "cell": lambda: tokens(layers.RNN(Cell())),
 }
 COMPARED = (*OPTIMIZERS, *MODELS)
-OF_TOKENS = ("tied", "table", "lstm", "checkpointed_lstm", "bidirectional")
+OF_TOKENS = ("tied", "table", "cell", "lstm", "checkpointed_lstm", "bidirectional")
 
 
 def rows(of_tokens=False):

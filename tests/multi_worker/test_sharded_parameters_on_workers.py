@@ -68,9 +68,11 @@ def test_norms_in_an_update_of_several_steps_and_assigned_weights_over_the_ring(
     run_cases, tmp_path
 ):
     names = ["accumulation", "spectral"]
-    seen = run_cases(tmp_path, names)
+    seen = run_cases(tmp_path, [*names, "kept"])
     for name in names:
         assert_alike(seen, name)
+    # Only its owner reads a weight that a step assigns to itself.
+    assert max(each["kept"]["stepped"] for each in seen) < 1e-6
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from tfmulti.keras_compat.accessors import (
 )
 from tfmulti.keras_compat.batch_sizes import batch_sizes_of, batch_sizes_of_dataset
 from tfmulti.keras_compat.calls import (
-    COMMUNICATION, RecordingScope, arguments_of_nodes, assigns, call_context, is_symbolic,
+    COMMUNICATION, arguments_of_nodes, assigns, call_context, is_symbolic,
     layers_of_nodes, next_op, nodes_of, operations_inside, operations_within, own_ops,
     noting_read, part_of_calls, sources_of, standardized_inputs, unrepeatable_ops, values_of,
     variables_assigned,
@@ -54,7 +54,8 @@ from tfmulti.keras_compat.replaced_models import (
     update_metric_by, without_tuning,
 )
 from tfmulti.keras_compat.randomness import (
-    Draws, draws_of, fixed_random_numbers, same_draws_along, scratch_graph,
+    Draws, draws_of, fixed_random_numbers, forget_draws_after, num_draws, same_draws_along,
+    scratch_graph,
 )
 from tfmulti.keras_compat.reference import (
     among_all_replicas, as_first_replica, as_one_device, compiled_state,
@@ -63,9 +64,12 @@ from tfmulti.keras_compat.reference import (
     reducing_as_usual, reducing_over_replicas, same_eager_numbers, separate_traces,
     without_optimized_graphs, write_handle,
 )
-from tfmulti.keras_compat.changes import noting_changes
+from tfmulti.keras_compat.changes import noting_changes, noting_eager_run
 from tfmulti.keras_compat.optimizer_methods import (
     after_updates, clip_by, method_below, own_methods, own_parts_of_apply, reset_method, set_method,
+)
+from tfmulti.keras_compat.recording import (
+    AssignsInInnerGraph, RecordingScope, is_recording, is_updated,
 )
 from tfmulti.keras_compat.replacement import has_servers, is_ours, note_strategy, shuffling_for
 from tfmulti.keras_compat.seeds import (
@@ -81,8 +85,10 @@ from tfmulti.keras_compat.streams import (
     calls_python, find_changing_order, is_from_python, is_zipped, made_of, reads_by_python,
     source_tensors,
 )
-from tfmulti.keras_compat.table import TABLE, check_versions, install, installed_versions
+from tfmulti.keras_compat.table import (
+    TABLE, check_versions, install, install_for_custom_gradients, installed_versions,
+)
 from tfmulti.keras_compat.tracing import (
-    has_built_layers, is_built, is_recorded, is_recording, is_taping, is_updated, noting_unbuilt,
+    has_built_layers, is_built, is_differentiating_forward, is_recorded, is_taping, noting_unbuilt,
     tensors_read_after, tensors_read_from_before, unbuilt_layers, unbuilt_metrics, without_rows,
 )

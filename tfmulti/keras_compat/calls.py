@@ -14,58 +14,17 @@ from keras.src.backend.common import global_state
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from tensorflow.python.framework import op_def_registry, ops
 
-from tfmulti.keras_compat import randomness, replacement
+from tfmulti.keras_compat import randomness
 
 # Keras's name for it among its global attributes.
 _CALL_CONTEXT = "current_call_ctx"
-# The same for the scope in which variables are cast to the dtype of a layer.
-_AUTOCAST = "autocast_scope"
 _ASSIGNS = re.compile(r"Assign.*VariableOp|ResourceScatter|ResourceStridedSliceAssign")
+_ADVANCES = re.compile(r"Rng(ReadAnd)?Skip")
 COMMUNICATION = "tfmulti_communication"
 """The name scope of operations that communicate: the only state that they change is their order."""
 _WITHOUT_GRADIENT = (tf.bool, tf.string)
 # Attributes of ops that name the functions of branches, loops and calls.
 _BODIES = ("then_branch", "else_branch", "branches", "body", "f")
-
-
-class RecordingScope(keras.StatelessScope):
-    """A stateless scope that records which variables were updated in it.
-
-    Attributes:
-        updated: The variables by id, in the order of their first updates.
-    """
-
-    def __init__(self, state_mapping):
-        # Keras converts each value to the dtype that its variable has now. In the call of a layer
-        # of half precision that is float16, also for the weights of float32 layers within.
-        autocast = global_state.get_global_attribute(_AUTOCAST)
-        global_state.set_global_attribute(_AUTOCAST, None)
-        try:
-            super().__init__(state_mapping, collect_losses=True)
-        finally:
-            global_state.set_global_attribute(_AUTOCAST, autocast)
-        self.updated = {}
-
-    def add_update(self, update):
-        """Records the new value of a variable, without assigning it.
-
-        What reads it later has the gradient that belongs to the variable, as after an assignment,
-        and no gradient with respect to what the new value was made from.
-        """
-        variable, value = update
-        self.updated.setdefault(id(variable), variable)
-        before = self.get_current_value(variable)
-        if before is None or not before.dtype.is_floating:
-            value = tf.stop_gradient(value)
-        else:
-            # On devices of one process a stage is given variables.
-            value = _assigned(tf.convert_to_tensor(before), value)
-        super().add_update((variable, value))
-
-
-@tf.custom_gradient
-def _assigned(before, value):
-    return tf.identity(value), lambda upstream: (upstream, None)
 
 
 def call_context() -> Callable[[], contextlib.AbstractContextManager]:
@@ -100,32 +59,6 @@ def is_symbolic(values) -> bool:
     return in_symbolic_scope() or any(isinstance(value, keras.KerasTensor) for value in flat)
 
 
-def around_remat(original: Callable, recompute: Callable) -> Callable:
-    """Makes `keras.remat` and `RematScope` repeat a call from the state before its first run.
-
-    Otherwise dropout draws other numbers in the second run, and statistics are updated twice.
-
-    Args:
-        original: Keras's function of a call, which returns a call that runs again for gradients.
-        recompute: The function that replaces it, of a layer (or None) and its call.
-    """
-
-    @functools.wraps(original)
-    def remat(f):
-        # Keras passes a layer's bound method, or its activation.
-        layer = f if isinstance(f, keras.layers.Layer) else getattr(f, "__self__", None)
-        ours = recompute(layer if isinstance(layer, keras.layers.Layer) else None, f)
-        stock = original(f)
-
-        # Chosen at the call: a layer may wrap its method before the scope is entered.
-        def run(*args, **kwargs):
-            return (ours if replacement.in_scope() else stock)(*args, **kwargs)
-
-        return run
-
-    return remat
-
-
 def values_of(variables) -> list:
     """Reads variables in their own dtypes, even within a call that casts them."""
     with keras_backend.AutocastScope(None):
@@ -144,7 +77,8 @@ def next_op() -> int:
 def unrepeatable_ops(ops: list[tf.Operation]) -> list[str]:
     """Returns the types of ops whose second run would differ from the first.
 
-    They draw random numbers from TensorFlow's own state, or assign to a `tf.Variable`.
+    They draw random numbers from TensorFlow's own state or a `tf.random.Generator`, or assign to a
+    `tf.Variable`.
 
     Args:
         ops: The ops in question.
@@ -170,6 +104,11 @@ def own_ops(since: int) -> list[tf.Operation]:
 def assigns(kind: str) -> bool:
     """Whether operations of a type assign to a variable."""
     return bool(_ASSIGNS.match(kind))
+
+
+def advances(kind: str) -> bool:
+    """Whether operations of a type advance the state of a `tf.random.Generator`."""
+    return bool(_ADVANCES.match(kind))
 
 
 @contextlib.contextmanager
@@ -279,7 +218,7 @@ def is_unrepeatable(kind: str) -> bool:
     definition = op_def_registry.get(kind)
     if definition is None or not definition.is_stateful:
         return False
-    return randomness.is_random(kind) or assigns(kind)
+    return randomness.is_random(kind) or assigns(kind) or advances(kind)
 
 
 def sources_of(output: tf.Tensor, tensors) -> frozenset[int]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator
 
-from tfmulti.keras_compat import calls, held, randomness, replaced_ops
-from tfmulti.keras_compat.accessors import path_of
+import tensorflow as tf
 
-# `tf.random.Generator` moves its state by these.
-_ADVANCES = re.compile(r"Rng(ReadAnd)?Skip")
+from tfmulti.keras_compat import calls, held, randomness, replaced_ops, tracing
+from tfmulti.keras_compat.accessors import path_of
 
 
 @contextlib.contextmanager
@@ -32,7 +30,7 @@ def noting_changes(own, known) -> Iterator[list[str]]:
         kind = op_type.decode() if isinstance(op_type, bytes) else op_type
         if calls.COMMUNICATION in (name or ""):
             return
-        if calls.assigns(kind) or _ADVANCES.match(kind):
+        if calls.assigns(kind) or calls.advances(kind):
             handle = id(calls.given_from_outside(inputs[0]))
             if handle not in may:
                 found.append(paths.get(handle, f"a variable of its own ({kind})"))
@@ -46,3 +44,38 @@ def noting_changes(own, known) -> Iterator[list[str]]:
 def _parts_of(variable) -> list:
     value = held.own_variable(variable)
     return list(getattr(value, "values", (value,)))
+
+
+class EagerRun:
+    """What a call did that must do the same again; see `noting_eager_run`.
+
+    Attributes:
+        unrepeatable: The types of its ops that `is_unrepeatable` names.
+        older: Tensors that it read, and that have a gradient outside of it.
+    """
+
+    def __init__(self):
+        self.unrepeatable: list[str] = []
+        self.older: list[tf.Tensor] = []
+        # TensorFlow numbers eager tensors in the order of their creation.
+        self._first = tf.constant(0)._id
+
+    def observe(self, op_type, inputs, name):
+        """Notes an op that runs, or that is created in a function that the call traces."""
+        kind = op_type.decode() if isinstance(op_type, bytes) else op_type
+        # An op that runs has no name.
+        if calls.COMMUNICATION in (name or tf.get_current_name_scope()):
+            return
+        if calls.is_unrepeatable(kind):
+            self.unrepeatable.append(kind)
+        flat = tf.nest.flatten(list(inputs))
+        tensors = [x for x in flat if isinstance(x, tf.__internal__.EagerTensor)]
+        self.older += [x for x in tensors if x._id < self._first and tracing.is_recorded([x])]
+
+
+@contextlib.contextmanager
+def noting_eager_run() -> Iterator[EagerRun]:
+    """Yields what is found while the context runs; a graph is searched once it is there."""
+    found = EagerRun()
+    with replaced_ops.observed_ops(found.observe):
+        yield found

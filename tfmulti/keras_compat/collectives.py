@@ -97,8 +97,19 @@ def broadcast_from(strategy: tf.distribute.Strategy, value, shape, is_owner: boo
     key |= {"communication_hint": "ring", "timeout_seconds": 0}
     with tf.device(launcher._device):
         if is_owner:
-            return tf.raw_ops.CollectiveBcastSendV2(input=value, **key)
-        return tf.raw_ops.CollectiveBcastRecvV2(T=value.dtype, shape=tuple(shape), **key)
+            received = tf.raw_ops.CollectiveBcastSendV2(input=value, **key)
+        else:
+            received = tf.raw_ops.CollectiveBcastRecvV2(T=value.dtype, shape=tuple(shape), **key)
+    _run_in_any_case(received)
+    return received
+
+
+def _run_in_any_case(tensor):
+    """Keeps an op of a graph whose result nothing may need, for which other workers wait."""
+    if tf.is_symbolic_tensor(tensor):
+        control = tensor.graph.experimental_acd_manager
+        if control is not None:
+            control.run_independently(tensor.op)
 
 
 def _next_collective(strategy) -> tuple:

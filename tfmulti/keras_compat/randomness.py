@@ -273,6 +273,23 @@ def draws_of(rows: Callable | None = None, number: int | None = None) -> Iterato
         yield draws
 
 
+def num_draws() -> int:
+    """Returns how many draws were replaced so far; 0 outside of `fixed_random_numbers`."""
+    draws = _current_draws()
+    return 0 if draws is None else draws.number
+
+
+def forget_draws_after(number: int) -> None:
+    """Lets draws have their numbers again, because what drew them is not used.
+
+    Args:
+        number: What `num_draws` was before them.
+    """
+    draws = _current_draws()
+    if draws is not None:
+        draws.number = number
+
+
 @contextlib.contextmanager
 def scratch_graph() -> Iterator[None]:
     """Makes a graph of which nothing runs, and no draw counts; it may use tensors from outside."""

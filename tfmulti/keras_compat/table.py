@@ -68,6 +68,12 @@ from tfmulti.keras_compat import table_inside_steps, table_outside_steps
 TABLE = (*table_inside_steps.ENTRIES, *table_outside_steps.ENTRIES)
 
 
+def install_for_custom_gradients() -> None:
+    """Installs what layers that run again for gradients need, also without a strategy."""
+    for entry in table_inside_steps.OF_CUSTOM_GRADIENTS:
+        entry.install({})
+
+
 def install(**functions: Callable) -> None:
     """Installs every entry of the table that is not installed yet.
 

@@ -18,6 +18,7 @@ from tfmulti.keras_compat import (
     batch_statistics,
     held,
     lookups,
+    recording,
     replaced_calls,
     replaced_models,
     replaced_steps,
@@ -31,6 +32,20 @@ from tfmulti.keras_compat.replacement import Replacement, model_entry, scope_ent
 _RNN = importlib.import_module("keras.src.backend.tensorflow.rnn")
 _MERGE_CALL = '"RuntimeError: `merge_call` called while defining a new graph"'
 SHAPES = '"Shape mismatch in the collective instance"'
+
+OF_CUSTOM_GRADIENTS = tuple(
+    Replacement(
+        custom_gradient,
+        name,
+        recording.around_custom_gradient,
+        recording.while_recording,
+        "weights without their gradients, in silence, where `tf.recompute_grad` reads them in a "
+        "layer whose activations are checkpointed",
+        "test_canary_a_function_with_its_own_gradient_loses_those_of_tensors",
+        arguments=("f", "args", "kwargs"),
+    )
+    for name in ("_eager_mode_decorator", "_graph_mode_decorator")
+)
 
 
 def _optimizer(name, repairs, arguments=(), owner=keras.optimizers.Optimizer, plain=None):
@@ -99,6 +114,7 @@ _STEPS = (
         "test_canary_a_tf_function_within_a_step_cannot_reduce",
         needs=("inlines",),
     ),
+    *OF_CUSTOM_GRADIENTS,
     scope_entry(
         custom_gradient,
         "_get_dependent_variables",

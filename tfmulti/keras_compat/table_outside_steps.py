@@ -18,9 +18,9 @@ from tensorflow.python.eager.polymorphic_function import function_context
 from tensorflow.python.ops import summary_ops_v2
 
 from tfmulti.keras_compat import (
-    calls,
     collectives,
     held,
+    recording,
     replaced_calls,
     replaced_data,
     replaced_models,
@@ -252,7 +252,7 @@ _REMAT = (
     Replacement(
         keras_core,
         "remat",
-        calls.around_remat,
+        recording.around_remat,
         # A layer may wrap its call before the scope is entered; the call itself looks for it.
         replacement.while_a_strategy_exists,
         "other random numbers of dropout in the second run, and statistics that are updated twice",

@@ -10,12 +10,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import backend as keras_backend
-from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.distribute import values as distributed_values
+from tensorflow.python.eager import forwardprop_util
 
 from tfmulti import marks
-from tfmulti.keras_compat.calls import RecordingScope
 from tfmulti.keras_compat.held import num_moves
 
 # More layers of a class than this that the model does not hold are made by the step, at each trace.
@@ -356,16 +355,11 @@ def is_recorded(tensors: list[tf.Tensor]) -> bool:
     return bool(tensors) and pywrap_tfe.TFE_Py_TapeSetShouldRecordBackprop(tensors)
 
 
+def is_differentiating_forward() -> bool:
+    """Whether this thread is in a `tf.autodiff.ForwardAccumulator`."""
+    return bool(forwardprop_util.pack_tangents([]).indices)
+
+
 def is_taping() -> bool:
     """Whether a tape records what this thread computes."""
     return not pywrap_tfe.TFE_Py_TapeSetIsEmpty()
-
-
-def is_updated(variable: keras.Variable) -> bool:
-    """Whether a variable was given a new value in the `RecordingScope` of this thread, if any."""
-    return is_recording() and id(variable) in get_stateless_scope().updated
-
-
-def is_recording() -> bool:
-    """Whether this thread is in a `RecordingScope`."""
-    return in_stateless_scope() and isinstance(get_stateless_scope(), RecordingScope)

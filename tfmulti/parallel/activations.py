@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks
-from tfmulti.parallel import components, kept_tensors, prefetch
+from tfmulti.parallel import components, kept_tensors, prefetch, repeatable
 from tfmulti.parallel.blocks import find_layers, layers_with_layers
 from tfmulti.parallel.cutting import Cut, refuse_own_call, starts_by_activations
 from tfmulti.settings import check_type
@@ -129,6 +129,8 @@ def recomputed(
         RuntimeError: When it is called, if a second run would differ from the first: the call draws
             random numbers from a state that is not Keras's, or assigns to a `tf.Variable`.
     """
+    keras_compat.install_for_custom_gradients()
+    known = repeatable.Known()
 
     @functools.wraps(call)
     def run(*args, **kwargs):
@@ -141,8 +143,18 @@ def recomputed(
         # TensorFlow converts the operations of such a loop, and loses gradients of our own.
         if keras_compat.in_vectorized_loop():
             return call(*args, **kwargs)
-        _refuse_assigned(sharded)
-        return _RepeatedCall(layer, call, args, kwargs, model or layer, sharded).outputs()
+        # Forward-mode differentiation does not look into a gradient of our own.
+        if keras_compat.is_differentiating_forward() or known.runs_once:
+            return call(*args, **kwargs)
+        repeatable.refuse_assigned(sharded)
+        each = _RepeatedCall(layer, call, args, kwargs, model or layer, sharded, known)
+        number = keras_compat.num_draws()
+        try:
+            return each.outputs()
+        except keras_compat.AssignsInInnerGraph:
+            keras_compat.forget_draws_after(number)
+            known.note_kept(layer or call)
+            return call(*args, **kwargs)
 
     run.is_recomputed = True
     return run
@@ -151,17 +163,6 @@ def recomputed(
 def call_that_runs_once(layer: keras.layers.Layer) -> Callable:
     """Returns a layer's call as it was before `recomputed` replaced it."""
     return layer.call.__wrapped__ if getattr(layer.call, "is_recomputed", False) else layer.call
-
-
-def _refuse_assigned(sharded):
-    """Refuses weights that an enclosing call has assigned: owners would send what they were."""
-    assigned = next(filter(keras_compat.is_updated, sharded), None)
-    if assigned is not None:
-        raise RuntimeError(
-            "A call that runs again for gradients cannot assign a sharded weight that a layer "
-            f"within it gathers afterwards. Received: {assigned.path}. Leave the layer that "
-            "assigns it out of `tfmulti.checkpoint_activations`, or use shard='state'."
-        )
 
 
 class _RepeatedCall:
@@ -174,29 +175,36 @@ class _RepeatedCall:
         kwargs: Its keyword arguments.
         loss_owner: The layer or model that receives added losses; None for a function.
         gathered: The sharded parameters that each run gathers first.
+        known: What earlier calls have found.
 
     Attributes:
         name: The name for messages.
+        known: What earlier calls have found.
         tensors: The tensors that the first run was given: inputs, their masks, values of variables,
             and this worker's parts of the gathered parameters.
         num_inputs: How many of them are inputs.
         num_gathered: How many of them, the last ones, are parts of gathered parameters.
         whole: The gathered parameters of the first run, where a graph is built.
+        runs_again: Whether a tape records it.
         reads: Checks which tensors the call and code outside of it read.
     """
 
-    def __init__(self, layer, call, args, kwargs, loss_owner, gathered):
-        self.name = getattr(layer or call, "name", getattr(call, "__qualname__", "a function"))
+    def __init__(self, layer, call, args, kwargs, loss_owner, gathered, known):
+        self.name = repeatable.name_of(layer or call)
+        self.known = known
         self._call, self._loss_owner = call, loss_owner
         self._arguments = (args, kwargs)
         self._kept = kept_tensors.KeptTensors(layer)
         self._inputs = [*components.tensors_of(self._arguments), *self._kept.found]
         self.num_inputs = len(components.parts_of(self._inputs))
         self._masks = [keras_compat.mask_of(value) for value in self._inputs]
-        variables = layer.variables if layer is not None else []
-        self._variables = [v for v in variables if not isinstance(v, ShardedParameter)]
+        variables = components.variables_of(self._arguments)
+        if layer is not None:
+            variables += layer.variables
+        by_id = {id(variable): variable for variable in variables}
+        self._variables = [v for v in by_id.values() if not isinstance(v, ShardedParameter)]
         self._gathered, self.num_gathered = gathered, len(gathered)
-        self.tensors, self.whole = [], []
+        self.tensors, self.whole, self.runs_again = [], [], False
         self._context = keras_compat.call_context()
         # Variables of other layers that the first run has updated, with their values before it.
         self._others = []
@@ -210,8 +218,9 @@ class _RepeatedCall:
         held = [each.held() for each in self._gathered]
         state = keras_compat.values_of(self._variables)
         tensors = [*components.parts_of(self._inputs), *masks, *state, *held]
+        self.runs_again = keras_compat.is_recorded(tensors)
         results = list(_without_activations(self)(*tensors))
-        if keras_compat.is_recorded(tensors):
+        if self.runs_again:
             prefetch.of_step().expect_gradient(self)
         return self._unpack(results)
 
@@ -293,7 +302,9 @@ class _RepeatedCall:
         whole = [gather(v, part, whole=value) for v, part, value in gathered]
         state = [*zip(self._variables, tensors), *zip(self._gathered, whole), *self._others]
         with self._context(), keras_compat.RecordingScope(state) as scope:
-            return self._call(*args, **kwargs), scope
+            with repeatable.explaining_values(self.name):
+                # A variable that it returns has a value of this run.
+                return components.without_variables(self._call(*args, **kwargs)), scope
 
     def _unpack(self, results):
         """Returns the outputs from the flat results of the first run; adds losses and assigns."""
@@ -321,7 +332,7 @@ def _without_activations(run: _RepeatedCall) -> Callable:
     def compute(*tensors):
         # No tape records tensors after `stop_gradient`, so no activation is kept.
         stopped = [tf.stop_gradient(x) if _is_differentiable(x) else x for x in tensors]
-        outputs = _run_repeatable(run, stopped)
+        outputs = repeatable.first_run(run, stopped)
 
         def gradient(*upstream, variables=None):
             run.reads.refuse_later()
@@ -349,26 +360,6 @@ def _without_activations(run: _RepeatedCall) -> Callable:
         return outputs, gradient
 
     return compute
-
-
-def _run_repeatable(run, tensors):
-    """Runs a call for the first time; raises RuntimeError if a second run would differ."""
-    if tf.executing_eagerly():
-        return run.first_run(tensors)
-    since = keras_compat.next_op()
-    outputs = run.first_run(tensors)
-    end, ops = keras_compat.next_op(), keras_compat.own_ops(since)
-    unrepeatable = keras_compat.unrepeatable_ops(ops)
-    if unrepeatable:
-        raise RuntimeError(
-            "A layer whose activations are checkpointed runs twice, and must do the same both "
-            f"times. Received: {run.name}, which uses {', '.join(unrepeatable)}. Draw with "
-            "`keras.random` and a `keras.random.SeedGenerator`, keep state in `self.add_weight`, "
-            "or leave the layer out of `layers`."
-        )
-    run.reads.refuse_older(ops, since)
-    run.reads.note(ops, end, [*outputs, *run.others()])
-    return outputs
 
 
 def _computed_after(upstream, tensors, num_inputs):

@@ -7,8 +7,20 @@ import tensorflow as tf
 
 
 def tensors_of(structure) -> list:
-    """Returns the tensors of a structure, in order, without its other values."""
-    return [value for value in keras.tree.flatten(structure) if tf.is_tensor(value)]
+    """Returns the tensors of a structure, in order, without its other values and variables."""
+    return [value for value in keras.tree.flatten(structure) if _is_tensor(value)]
+
+
+def variables_of(structure) -> list[keras.Variable]:
+    """Returns the variables of a structure, in order."""
+    return [value for value in keras.tree.flatten(structure) if isinstance(value, keras.Variable)]
+
+
+def without_variables(structure):
+    """Returns a structure with the values of its variables."""
+    return keras.tree.map_structure(
+        lambda x: tf.convert_to_tensor(x) if isinstance(x, keras.Variable) else x, structure
+    )
 
 
 def parts_of(tensors) -> list[tf.Tensor]:
@@ -36,8 +48,13 @@ def filled(structure, tensors: list):
     """Returns a structure with its tensors replaced by others, in order."""
     remaining = list(tensors)
     return keras.tree.map_structure(
-        lambda value: remaining.pop(0) if tf.is_tensor(value) else value, structure
+        lambda value: remaining.pop(0) if _is_tensor(value) else value, structure
     )
+
+
+def _is_tensor(value):
+    # Keras's variables are tensors to TensorFlow.
+    return tf.is_tensor(value) and not isinstance(value, keras.Variable)
 
 
 def _parts(tensor):

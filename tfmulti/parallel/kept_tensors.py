@@ -107,14 +107,9 @@ class Reads:
         self._ops: list[tf.Operation] = []
         self._end, self._known = 0, set()
 
-    def refuse_older(self, ops: list[tf.Operation], since: int) -> None:
-        """Raises RuntimeError if the first run reads a tensor that it was not given.
-
-        Args:
-            ops: The operations of the first run.
-            since: The number of the first of them.
-        """
-        for tensor in keras_compat.tensors_read_from_before(ops, since):
+    def refuse_older(self, tensors: list[tf.Tensor]) -> None:
+        """Raises RuntimeError if there are tensors that the first run reads and was not given."""
+        for tensor in tensors:
             raise RuntimeError(
                 "A layer that runs again for gradients must get its tensors as arguments: others "
                 f"have no gradient. Received: {self._name}, which reads {self._name_of(tensor)}. "
@@ -151,7 +146,8 @@ class Reads:
         """Returns the attribute that holds a tensor in the layer or within it, or its own name."""
         layers = [] if self._layer is None else [self._layer, *keras_compat.all_layers(self._layer)]
         names = [f"{x.name}.{name}" for x in layers for name in vars(x) if vars(x)[name] is tensor]
-        return [*names, tensor.name][0]
+        # A tensor that has a value has no name.
+        return [*names, getattr(tensor, "name", f"a tensor of shape {tensor.shape}")][0]
 
 
 def refuse_other_gradients(tensors, model: keras.Model) -> list[tf.Tensor]:

@@ -54,9 +54,11 @@ class GatherSchedule:
         """
         done, number = self._done, len(self._calls)
         self._done = [] if is_second else done
-        yield
-        self._done = done if is_second else self._done
-        del self._calls[number:]
+        try:
+            yield
+        finally:
+            self._done = done if is_second else self._done
+            del self._calls[number:]
 
     def take(self, call, tensors: list[tf.Tensor], after: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the weights for a call's second run, and gathers those of the call before it.

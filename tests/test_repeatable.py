@@ -1,0 +1,284 @@
+"""What layers may do that run again for gradients, and what they are told instead."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+import tfmulti
+
+RANDOM = np.random.default_rng(0)
+X, Y = RANDOM.normal(size=(32, 8)), RANDOM.normal(size=(32, 3))
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    before = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx(before)
+
+
+class Block(layers.Layer):
+    """A layer whose call is given."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.given, self.dense, self.dropout = call, layers.Dense(8, "tanh"), layers.Dropout(0.3)
+        self.generator = tf.random.Generator.from_seed(3)
+        self.own = tf.Variable(0.0, dtype="float64", trainable=False)
+
+    def build(self, shape):
+        self.dense.build(shape)
+        self.counts = self.add_weight(shape=(8,), initializer="zeros", trainable=False)
+        super().build(shape)
+
+    def call(self, x, training=False):
+        return self.given(self, x)
+
+
+def stack(call):
+    return keras.Sequential([keras.Input((8,)), Block(call), Block(call), layers.Dense(3)])
+
+
+def trained(create, checkpointed, eager=False):
+    keras.utils.set_random_seed(0)
+    model = create()
+    if checkpointed:
+        tfmulti.checkpoint_activations(model)
+    model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=eager)
+    keras.utils.set_random_seed(1)
+    model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+def assert_alike(create, eager=False):
+    pairs = zip(trained(create, False, eager), trained(create, True, eager), strict=True)
+    assert max(np.abs(left - right).max() for left, right in pairs) < 1e-12
+
+
+def count(layer, x):
+    layer.own.assign_add(1.0)
+    return layer.dense(x) * layer.own
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize(
+    ("call", "op"),
+    [
+        (
+            lambda self, x: self.dense(x) * self.generator.normal((), dtype=x.dtype),
+            "RngReadAndSkip",
+        ),
+        (lambda self, x: tf.nn.dropout(self.dense(x), 0.3), "RandomUniform"),
+        (count, "AssignAddVariableOp"),
+    ],
+)
+def test_what_would_differ_in_the_second_run_is_told(call, op, eager):
+    with pytest.raises(RuntimeError, match=f"(?s)do the same both times. Received: block.*{op}"):
+        trained(lambda: stack(call), True, eager)
+
+
+def with_own_gradient(self, x):
+    @tf.custom_gradient
+    def half(inputs):
+        def gradient(upstream, variables=None):
+            with tf.GradientTape() as tape:
+                tape.watch(inputs)
+                outputs = self.dense(inputs)
+            found = tape.gradient(outputs, [inputs, *variables], upstream)
+            return found[0], [0.5 * each for each in found[1:]]
+
+        return self.dense(inputs), gradient
+
+    return half(x)
+
+
+def again(recompute, self, x):
+    return self.dense(x) + recompute(self.dense)(2 * x)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize(
+    "call", [lambda self, x: again(tf.recompute_grad, self, x), with_own_gradient]
+)
+def test_weights_in_a_function_with_its_own_gradient_are_told(call, eager):
+    with pytest.raises(
+        RuntimeError, match="(?s)would lose its gradient. Received: .*dense.*kernel"
+    ):
+        trained(lambda: stack(call), True, eager)
+
+
+def test_remat_within_a_block_keeps_the_gradients_of_weights():
+    strategy = tfmulti.create_strategy("one_device")
+
+    def create():
+        with strategy.scope():
+            return stack(lambda self, x: again(keras.remat, self, x))
+
+    assert_alike(create)
+
+
+class Bounded(keras.Sequential):
+    """A step that bounds derivatives along a direction."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as forward:
+                outputs = self(x, training=True)
+            loss = self.compute_loss(x, y, outputs)
+            loss += 0.1 * tf.reduce_mean(forward.jvp(outputs) ** 2)
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_derivatives_in_forward_mode_go_through_blocks(eager):
+    def call(self, x):
+        return x + self.dense(x)
+
+    def create():
+        return Bounded([keras.Input((8,)), Block(call), Block(call), layers.Dense(3)])
+
+    assert_alike(create, eager)
+
+
+class Cell(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.state_size = self.output_size = 8
+        self.dense, self.dropout = layers.Dense(8, "tanh"), layers.Dropout(0.3)
+
+    def build(self, shape):
+        self.dense.build((None, shape[-1] + 8))
+        super().build(shape)
+
+    def call(self, x, states, training=False):
+        found = self.dense(ops.concatenate([x, states[0]], -1))
+        found = self.dropout(found, training=training)
+        return found, [found]
+
+
+def of_cell():
+    reshape = layers.Reshape((2, 4))
+    return keras.Sequential([keras.Input((8,)), reshape, layers.RNN(Cell()), layers.Dense(3)])
+
+
+def in_branches(self, x):
+    def dropped():
+        return self.dropout(self.dense(x), training=True)
+
+    return ops.cond(ops.sum(x) > 0, dropped, lambda: 2.0 * self.dense(x))
+
+
+def in_a_loop(self, x):
+    def body(number, y):
+        self.counts.assign(self.counts + 1.0)
+        return number + 1, self.dense(y)
+
+    return ops.while_loop(lambda number, _: number < 2, body, (0, x))[1]
+
+
+def in_a_function(self, x):
+    return tf.function(lambda y: self.dropout(self.dense(y), training=True))(x)
+
+
+CREATED = {
+    "a cell": of_cell,
+    "branches": lambda: stack(in_branches),
+    "a loop": lambda: stack(in_a_loop),
+    "a function": lambda: stack(in_a_function),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.slow] * (each != "a cell")) for each in CREATED]
+)
+def test_a_layer_that_assigns_within_a_loop_or_a_branch_runs_once(name):
+    with pytest.warns(UserWarning, match="(?s)in a branch, a loop.* whose activations are kept"):
+        assert_alike(CREATED[name])
+
+
+def test_an_outer_block_runs_once_too():
+    def create():
+        inner = stack(in_branches)
+        return keras.Sequential([keras.Input((8,)), inner, layers.Dense(8), stack(in_branches)])
+
+    def everything():
+        model = create()
+        tfmulti.checkpoint_activations(model.layers[0])
+        return model
+
+    with pytest.warns(UserWarning, match="whose activations are kept"):
+        assert_alike(everything)
+
+
+class Tied(keras.Model):
+    """Hands a weight to a block, or takes one from it."""
+
+    def __init__(self, gives):
+        super().__init__()
+        self.first, self.last, self.gives = layers.Dense(8), layers.Dense(3), gives
+        self.block = _Returning() if gives else _Given()
+
+    def build(self, shape):
+        self.first.build(shape)
+        self.block.build((None, 8))
+        self.last.build((None, 8))
+        super().build(shape)
+
+    def call(self, x):
+        found = self.first(x)
+        if not self.gives:
+            return self.last(self.block(found, weight=self.first.kernel))
+        found, weight = self.block(found)
+        return self.last(found @ ops.transpose(weight))
+
+
+class _Given(layers.Layer):
+    def build(self, shape):
+        self.dense = layers.Dense(8)
+        self.dense.build(shape)
+        super().build(shape)
+
+    def call(self, x, weight=None):
+        return self.dense(x) @ ops.transpose(weight)
+
+
+class _Returning(_Given):
+    def call(self, x):
+        return self.dense(x), self.dense.kernel
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("gives", [False, True])
+def test_a_weight_may_be_an_argument_and_an_output(gives, eager):
+    def create():
+        model = Tied(gives)
+        model.build((None, 8))
+        return model
+
+    assert_alike(create, eager)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_value_that_is_used_as_a_variable_is_told(eager):
+    def call(self, x):
+        self.counts.value.assign_add(tf.ones(8, "float64"))
+        return self.dense(x)
+
+    with pytest.raises(
+        RuntimeError, match="(?s)`weight.value` is a tensor. Received: block.*assign"
+    ):
+        trained(lambda: stack(call), True, eager)
+
+
+def test_another_missing_attribute_is_told_as_ever():
+    def call(self, x):
+        return self.dense(x).nothing
+
+    with pytest.raises(AttributeError, match="nothing"):
+        trained(lambda: stack(call), True)

@@ -1,0 +1,111 @@
+"""What a layer may do that runs again for gradients: both runs must do the same."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from tfmulti import keras_compat
+
+
+class Known:
+    """What the calls of a layer have found.
+
+    Attributes:
+        is_checked: Whether an eager call was found to do the same in both runs.
+        runs_once: Whether its calls run once, and keep their activations.
+    """
+
+    def __init__(self):
+        self.is_checked = self.runs_once = False
+
+    def note_kept(self, layer) -> None:
+        """Lets calls run once from now on, and warns of it.
+
+        Args:
+            layer: The layer, or a function, that assigns a variable in a graph within its own.
+        """
+        self.runs_once = True
+        warnings.warn(
+            "A layer that assigns a variable in a branch, a loop or a function within its call, as "
+            "a dropout in the cell of an `RNN` does, cannot run again for gradients. Received: "
+            f"{name_of(layer)}, whose activations are kept. Assign the variable outside of these, "
+            "or leave the layer out, to do without this warning.",
+            stacklevel=4,
+        )
+
+
+def name_of(layer) -> str:
+    """Returns a layer's or a function's name for messages."""
+    return getattr(layer, "name", getattr(layer, "__qualname__", "a function"))
+
+
+def first_run(run, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Runs a call for the first time; raises RuntimeError if a second run would differ.
+
+    Args:
+        run: The call, a `_RepeatedCall`.
+        tensors: What it is given.
+    """
+    if tf.executing_eagerly():
+        # To observe every call would take long.
+        if run.known.is_checked or not run.runs_again:
+            return run.first_run(tensors)
+        with keras_compat.noting_eager_run() as found:
+            outputs = run.first_run(tensors)
+        _refuse(run.name, found.unrepeatable)
+        run.reads.refuse_older(found.older)
+        run.known.is_checked = True
+        return outputs
+    since = keras_compat.next_op()
+    outputs = run.first_run(tensors)
+    end, ops = keras_compat.next_op(), keras_compat.own_ops(since)
+    _refuse(run.name, keras_compat.unrepeatable_ops(ops))
+    run.reads.refuse_older(keras_compat.tensors_read_from_before(ops, since))
+    run.reads.note(ops, end, [*outputs, *run.others()])
+    return outputs
+
+
+def _refuse(name, unrepeatable):
+    if unrepeatable:
+        raise RuntimeError(
+            "A layer runs twice if its activations are checkpointed or its weights are sharded, "
+            f"and must do the same both times. Received: {name}, which uses "
+            f"{', '.join(sorted(set(unrepeatable)))}. Draw with `keras.random` and a "
+            "`keras.random.SeedGenerator`, keep state in `self.add_weight`, or leave the layer out "
+            "of `layers`; with sharded weights, use shard='state'."
+        )
+
+
+def refuse_assigned(sharded) -> None:
+    """Refuses weights that an enclosing call has assigned: owners would send what they were."""
+    assigned = next(filter(keras_compat.is_updated, sharded), None)
+    if assigned is not None:
+        raise RuntimeError(
+            "A call that runs again for gradients cannot assign a sharded weight that a layer "
+            f"within it gathers afterwards. Received: {assigned.path}. Leave the layer that "
+            "assigns it out of `tfmulti.checkpoint_activations`, or use shard='state'."
+        )
+
+
+@contextlib.contextmanager
+def explaining_values(name: str) -> Iterator[None]:
+    """Raises RuntimeError where a call takes a weight's `value`, a tensor, for a variable.
+
+    Args:
+        name: The name of the call's layer.
+    """
+    try:
+        yield
+    except AttributeError as error:
+        if not (isinstance(error.obj, tf.Tensor) and hasattr(tf.Variable, error.name or "")):
+            raise
+        raise RuntimeError(
+            "In a layer that runs again for gradients, as its activations are checkpointed or its "
+            f"weights are sharded, `weight.value` is a tensor. Received: {name}, which uses "
+            f"`.{error.name}` of one. Use `weight.assign(...)`, with `keras.ops.scatter_update` "
+            "for some elements, or leave the layer out."
+        ) from error
