@@ -746,10 +746,15 @@ more of the message
 """
 
 
+# AutoGraph's code has no indent.
+OF_GENERATED = TRACEBACK.replace("    ^^^^^\n", "^^^^^\n" + '  File "b.py", line 2, in f\n    g()\n' * 7)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("", ""),
+        (OF_GENERATED, OF_GENERATED.strip()),
         ("a\nb", "a\nb"),
         (f"Epoch 1\n{TRACEBACK}", TRACEBACK.strip()),
         (f"{TRACEBACK}E1234 heartbeat\n2026-01-01 00:00 lost\n", TRACEBACK.strip()),

@@ -22,6 +22,8 @@ _TRACEBACK = "Traceback (most recent call last):"
 _ERROR = re.compile(r"(^|\s)error: ")
 # Lines of C++ and absl logs, which follow a traceback without an empty line.
 _LOG_LINE = re.compile(r"([IWEF]\d{4} |\d{4}-\d\d-\d\d |\(--traceback)")
+# Python's marks below a line of generated code are not indented.
+_OF_FRAME = re.compile(r" |[~^]+$")
 _MAX_LINES = 40
 _MAX_MESSAGE_LINES = 12
 _LAST_LINES = 5
@@ -96,7 +98,7 @@ def log_tail(text: str) -> str:
 def _read_traceback(lines) -> list[str]:
     """Takes the frames, which are indented, and the message after them."""
     frames = 1
-    while frames < len(lines) and lines[frames].startswith(" "):
+    while frames < len(lines) and _OF_FRAME.match(lines[frames]):
         frames += 1
     return lines[:frames] + _read_message(lines[frames:])
 

@@ -304,14 +304,14 @@ class Shards:
             largest = max(variables, key=owners.bytes_of)
             path = keras_compat.path_of(largest)
             advice = (
-                "A sharded weight has one owner; tfmulti.tensor_parallel splits tables."
+                "A sharded weight has one owner; tfmulti.tensor_parallel (over MPI) splits tables."
                 if self.shards_parameters
                 else f"{type(self._optimizer).__name__} updates it whole; with an element-wise "
                 "optimizer, such as Adam, each worker updates some of its rows."
             )
             warnings.warn(
-                f"Sharded state is uneven: one worker keeps the slots of {most / 1e6:.1f} MB of "
-                f"weights, the mean is {mean / 1e6:.1f} MB; {path} alone has "
+                f"Sharding is uneven: one worker keeps {most / 1e6:.1f} MB of weights or their "
+                f"slots, the mean is {mean / 1e6:.1f} MB; {path} alone has "
                 f"{owners.bytes_of(largest) / 1e6:.1f} MB. {advice}",
                 stacklevel=2,
             )

@@ -160,6 +160,8 @@ class OwnedValues:
         # Not in memory, which may be too small for the values of all workers. The file has no name,
         # so that a killed process leaves nothing behind.
         self._file, self._lock = tempfile.TemporaryFile(), threading.Lock()
+        # Python warns of a file that only the collector of garbage closes.
+        weakref.finalize(self, self._file.close).atexit = False
         self._functions: dict[tuple, Callable] = {}
 
     def read(self, variable) -> np.ndarray:

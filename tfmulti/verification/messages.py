@@ -287,8 +287,8 @@ def describe_failure(case: Case, reason: str) -> str:
     there = "an error on another worker alone, which has the details"
     return (
         f"`{case.method}` must run on all workers or on none: the others wait in it. "
-        f"Received: {here if reason else there}. Make the step run with few rows too, or set "
-        '`verify="never"` in create_strategy to skip this check.'
+        f"Received: {here if reason else there}. Repair that error; if only the few rows cause it, "
+        'set `verify="never"` in create_strategy to skip this check.'
     )
 
 
