@@ -747,7 +747,9 @@ more of the message
 
 
 # AutoGraph's code has no indent.
-OF_GENERATED = TRACEBACK.replace("    ^^^^^\n", "^^^^^\n" + '  File "b.py", line 2, in f\n    g()\n' * 7)
+OF_GENERATED = TRACEBACK.replace(
+    "    ^^^^^\n", "^^^^^\n" + '  File "b.py", line 2, in f\n    g()\n' * 7
+)
 
 
 @pytest.mark.parametrize(
