@@ -202,6 +202,15 @@ def test_a_layer_that_assigns_within_a_loop_or_a_branch_runs_once(name):
         assert_alike(CREATED[name])
 
 
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_layer_that_runs_once_has_not_begun_what_would_then_be_done_twice(eager):
+    def call(self, x):
+        return in_a_function(self, count(self, x))
+
+    with pytest.raises(RuntimeError, match="(?s)do the same both times. Received: .*AssignAdd"):
+        trained(lambda: stack(call), True, eager)
+
+
 def test_an_outer_block_runs_once_too():
     def create():
         inner = stack(in_branches)

@@ -72,9 +72,9 @@ class RecordingScope(keras.StatelessScope):
         variable, value = update
         if _current_graph() is not self._graph:
             raise AssignsInInnerGraph(
-                "A call whose activations are not kept cannot assign a variable in a branch, a "
-                f"loop or a function of its own. Received: {variable.path}. Assign it outside of "
-                "these, or leave the layer out."
+                "A layer that runs again for gradients, or in a pipeline, cannot assign a variable "
+                "in a branch, a loop or a function within its call. Received: "
+                f"{variable.path}. Assign it outside of these."
             )
         self.updated.setdefault(id(variable), variable)
         before = self.get_current_value(variable)

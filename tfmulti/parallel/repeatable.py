@@ -50,23 +50,42 @@ def first_run(run, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         run: The call, a `_RepeatedCall`.
         tensors: What it is given.
     """
-    if tf.executing_eagerly():
-        # To observe every call would take long.
-        if run.known.is_checked or not run.runs_again:
-            return run.first_run(tensors)
-        with keras_compat.noting_eager_run() as found:
-            outputs = run.first_run(tensors)
-        _refuse(run.name, found.unrepeatable)
-        run.reads.refuse_older(found.older)
-        run.known.is_checked = True
-        return outputs
+    if not tf.executing_eagerly():
+        return _first_run_in_graph(run, tensors)
+    # To observe every call would take long.
+    if run.known.is_checked or not run.runs_again:
+        return run.first_run(tensors)
+    with keras_compat.noting_eager_run() as found, _refusing(run.name, lambda: found.unrepeatable):
+        outputs = run.first_run(tensors)
+    run.reads.refuse_older(found.older)
+    run.known.is_checked = True
+    return outputs
+
+
+def _first_run_in_graph(run, tensors):
     since = keras_compat.next_op()
-    outputs = run.first_run(tensors)
+
+    def unrepeatable():
+        return keras_compat.unrepeatable_ops(keras_compat.own_ops(since))
+
+    with _refusing(run.name, unrepeatable):
+        outputs = run.first_run(tensors)
     end, ops = keras_compat.next_op(), keras_compat.own_ops(since)
-    _refuse(run.name, keras_compat.unrepeatable_ops(ops))
     run.reads.refuse_older(keras_compat.tensors_read_from_before(ops, since))
     run.reads.note(ops, end, [*outputs, *run.others()])
     return outputs
+
+
+@contextlib.contextmanager
+def _refusing(name, unrepeatable):
+    """Raises RuntimeError if the context has done what another run would do differently."""
+    try:
+        yield
+    except keras_compat.AssignsInInnerGraph:
+        # What it has done so far is done, and will be done again.
+        _refuse(name, unrepeatable())
+        raise
+    _refuse(name, unrepeatable())
 
 
 def _refuse(name, unrepeatable):
