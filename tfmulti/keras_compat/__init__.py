@@ -72,6 +72,7 @@ from tfmulti.keras_compat.recording import (
     AssignsInInnerGraph, RecordingScope, is_recording, is_updated,
 )
 from tfmulti.keras_compat.replacement import has_servers, is_ours, note_strategy, shuffling_for
+from tfmulti.keras_compat.replaced_ops import traces_of_its_own
 from tfmulti.keras_compat.seeds import (
     global_seed, global_seed_state, global_states, has_seeded, is_seed_state, note_seeding,
     prepare_global_seeds, random_stream, set_global_seed_state,

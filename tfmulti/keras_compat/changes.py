@@ -54,9 +54,10 @@ class EagerRun:
         older: Tensors that it read, and that have a gradient outside of it.
     """
 
-    def __init__(self):
+    def __init__(self, given):
         self.unrepeatable: list[str] = []
         self.older: list[tf.Tensor] = []
+        self._given = {id(tensor) for tensor in given}
         # TensorFlow numbers eager tensors in the order of their creation.
         self._first = tf.constant(0)._id
 
@@ -66,16 +67,23 @@ class EagerRun:
         # An op that runs has no name.
         if calls.COMMUNICATION in (name or tf.get_current_name_scope()):
             return
-        if calls.is_unrepeatable(kind):
-            self.unrepeatable.append(kind)
         flat = tf.nest.flatten(list(inputs))
         tensors = [x for x in flat if isinstance(x, tf.__internal__.EagerTensor)]
-        self.older += [x for x in tensors if x._id < self._first and tracing.is_recorded([x])]
+        older = [x for x in tensors if x._id < self._first and id(x) not in self._given]
+        # A variable that the call creates has a first value.
+        creates = kind == "AssignVariableOp" and tensors and tensors[0]._id >= self._first
+        if calls.is_unrepeatable(kind) and not creates:
+            self.unrepeatable.append(kind)
+        self.older += [x for x in older if tracing.is_recorded([x])]
 
 
 @contextlib.contextmanager
-def noting_eager_run() -> Iterator[EagerRun]:
-    """Yields what is found while the context runs; a graph is searched once it is there."""
-    found = EagerRun()
+def noting_eager_run(given: list[tf.Tensor]) -> Iterator[EagerRun]:
+    """Yields what is found while the context runs; a graph is searched once it is there.
+
+    Args:
+        given: Tensors that the context may read.
+    """
+    found = EagerRun(given)
     with replaced_ops.observed_ops(found.observe):
         yield found

@@ -141,6 +141,8 @@ def around_remat(original: Callable, recompute: Callable) -> Callable:
 
     @functools.wraps(original)
     def remat(f):
+        if getattr(f, "is_recomputed", False):
+            return f
         # Keras passes a layer's bound method, or its activation.
         layer = f if isinstance(f, keras.layers.Layer) else getattr(f, "__self__", None)
         ours = recompute(layer if isinstance(layer, keras.layers.Layer) else None, f)

@@ -74,6 +74,12 @@ def observed_ops(observe: Callable) -> contextlib.AbstractContextManager[None]:
     return replaced_ops(current_replace() or _keep, observe)
 
 
+def traces_of_its_own() -> contextlib.AbstractContextManager[None]:
+    """Lets each `tf.function` that is called be traced anew, in a trace that nothing else finds."""
+    scope = _SCOPE.value
+    return replaced_ops(current_replace() or _keep, None if scope is None else scope.observe)
+
+
 def _keep(*_, **__):
     return None
 

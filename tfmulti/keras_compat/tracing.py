@@ -344,7 +344,8 @@ def tensors_read_after(ops: list[tf.Operation], end: int) -> list[tf.Tensor]:
         ops: The ops.
         end: `next_op()` after they were created.
     """
-    ops = [op for op in ops if op.type != "StopGradient"]
+    # A tensor from outside, such as a constant, is there twice where it is read first.
+    ops = [op for op in ops if op.type not in ("Const", "Placeholder", "StopGradient")]
     made = [tensor for op in ops for tensor in op.outputs if tensor.dtype.is_floating]
     # Other replicas, on their devices, read what crosses replicas, as in batch normalization.
     return [x for x in made if any(y._id >= end and y.device == x.op.device for y in x.consumers())]

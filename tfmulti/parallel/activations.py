@@ -220,6 +220,8 @@ class _RepeatedCall:
         tensors = [*components.parts_of(self._inputs), *masks, *state, *held]
         self.runs_again = keras_compat.is_recorded(tensors)
         results = list(_without_activations(self)(*tensors))
+        for value in self._unmasked:
+            keras_compat.remove_mask(value)
         if self.runs_again:
             prefetch.of_step().expect_gradient(self)
         return self._unpack(results)
@@ -292,9 +294,9 @@ class _RepeatedCall:
     def _run(self, tensors, whole):
         tensors = list(tensors)
         inputs = components.take(self._inputs, tensors)
-        for value, mask in zip(inputs, self._masks):
-            if mask is not None:
-                keras_compat.set_mask(value, tensors.pop(0))
+        masked = [value for value, mask in zip(inputs, self._masks) if mask is not None]
+        for value in masked:
+            keras_compat.set_mask(value, tensors.pop(0))
         args, kwargs = components.filled(self._arguments, inputs)
         self._kept.give(inputs[len(inputs) - len(self._kept.found) :])
         held = tensors[len(self._variables) :]
@@ -302,9 +304,14 @@ class _RepeatedCall:
         whole = [gather(v, part, whole=value) for v, part, value in gathered]
         state = [*zip(self._variables, tensors), *zip(self._gathered, whole), *self._others]
         with self._context(), keras_compat.RecordingScope(state) as scope:
-            with repeatable.explaining_values(self.name):
+            # The trace of a function would hold the tensors of the run in which it was made.
+            with keras_compat.traces_of_its_own(), repeatable.explaining_values(self.name):
                 # A variable that it returns has a value of this run.
-                return components.without_variables(self._call(*args, **kwargs)), scope
+                outputs = components.without_variables(self._call(*args, **kwargs))
+        # Attention takes away the masks of its inputs.
+        masked = zip(masked, [x for x, mask in zip(self._inputs, self._masks) if mask is not None])
+        self._unmasked = [x for own, x in masked if keras_compat.mask_of(own) is None]
+        return outputs, scope
 
     def _unpack(self, results):
         """Returns the outputs from the flat results of the first run; adds losses and assigns."""

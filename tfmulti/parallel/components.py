@@ -7,8 +7,14 @@ import tensorflow as tf
 
 
 def tensors_of(structure) -> list:
-    """Returns the tensors of a structure, in order, without its other values and variables."""
-    return [value for value in keras.tree.flatten(structure) if _is_tensor(value)]
+    """Returns the tensors of a structure, in order, without Keras's variables and other values.
+
+    A variable of TensorFlow has its value.
+    """
+    flat = [value for value in keras.tree.flatten(structure) if _is_tensor(value)]
+    return [
+        x if isinstance(x, tf.Tensor) or _is_composite(x) else tf.convert_to_tensor(x) for x in flat
+    ]
 
 
 def variables_of(structure) -> list[keras.Variable]:

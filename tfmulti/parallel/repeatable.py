@@ -55,8 +55,9 @@ def first_run(run, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     # To observe every call would take long.
     if run.known.is_checked or not run.runs_again:
         return run.first_run(tensors)
-    with keras_compat.noting_eager_run() as found, _refusing(run.name, lambda: found.unrepeatable):
-        outputs = run.first_run(tensors)
+    with keras_compat.noting_eager_run(tensors) as found:
+        with _refusing(run.name, lambda: found.unrepeatable):
+            outputs = run.first_run(tensors)
     run.reads.refuse_older(found.older)
     run.known.is_checked = True
     return outputs
