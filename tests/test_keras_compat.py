@@ -29,6 +29,7 @@ import tfmulti
 from tfmulti import keras_compat, marks
 from tfmulti.keras_compat import TABLE, collectives, table, without_tuning
 from tfmulti.keras_compat.tracing import NotBuilt
+from tfmulti.parallel import activations
 from tfmulti.step import local_steps, slots
 
 
@@ -1493,7 +1494,7 @@ def test_canary_keras_computes_activations_from_another_state():
 
 
 def test_canary_a_function_with_its_own_gradient_loses_those_of_tensors():
-    table.install_for_custom_gradients()
+    table.install_for_repeated_calls(activations.recomputed)
     weight = keras.Variable([[2.0]])
 
     def gradient():

@@ -1,5 +1,7 @@
 """What layers may do that run again for gradients, and what they are told instead."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -110,14 +112,102 @@ def test_weights_in_a_function_with_its_own_gradient_are_told(call, eager):
         trained(lambda: stack(call), True, eager)
 
 
-def test_remat_within_a_block_keeps_the_gradients_of_weights():
-    strategy = tfmulti.create_strategy("one_device")
+def of_function(self, x):
+    return self.dense(x) + keras.remat(lambda y: self.dense(y))(2 * x)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("call", [lambda self, x: again(keras.remat, self, x), of_function])
+def test_remat_within_a_block_keeps_the_gradients_of_weights(call, eager):
+    assert_alike(lambda: stack(call), eager)
+
+
+def test_remat_around_a_block_draws_the_same_numbers():
+    strategy = tfmulti.create_strategy("mirrored", logical_cpus=2)
+    found = []
+    for context in (contextlib.nullcontext, keras.RematScope):
+        keras.utils.set_random_seed(0)
+        with strategy.scope(), context():
+            model = stack(lambda self, x: self.dropout(self.dense(x), training=True))
+            tfmulti.checkpoint_activations(model)
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+            model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+        found.append(model.get_weights())
+    assert max(np.abs(one - other).max() for one, other in zip(*found)) < 1e-12
+
+
+class Functions(Block):
+    """Calls its weights in a `tf.function` that has traces of its own."""
+
+    @tf.function
+    def inner(self, x, twice=False):
+        return self.dense(x) * (2.0 if twice else 1.0)
+
+
+def in_own_function(self, x):
+    return self.inner(x, twice=True)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_weights_in_a_function_have_their_gradients(eager):
+    def create():
+        parts = [Functions(in_own_function), Functions(in_own_function)]
+        return keras.Sequential([keras.Input((8,)), *parts, layers.Dense(3)])
+
+    assert_alike(create, eager)
+
+
+SCALE = tf.constant(0.5, "float64")
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_constant_may_be_read_in_two_blocks_and_outside(eager):
+    def create():
+        given = keras.Input((8,))
+        block = Block(lambda self, x: self.dense(x) * SCALE)
+        found = layers.Lambda(lambda x: x * SCALE)(block(block(given)))
+        return keras.Model(given, layers.Dense(3)(found))
+
+    assert_alike(create, eager)
+
+
+def with_own_tape(self, x):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        energy = tf.reduce_sum(self.dense(x) ** 2)
+    return x - 0.1 * tape.gradient(energy, x)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize(
+    "call", [with_own_tape, lambda self, x: self.dense(x) + keras.random.normal((8,))]
+)
+def test_a_tape_and_a_draw_without_a_seed_are_repeated(call, eager):
+    assert_alike(lambda: stack(call), eager)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_attention_takes_the_masks_of_its_inputs_away(eager):
+    words = np.array([[1, 2, 3, 0, 0, 0]] * 8)
 
     def create():
-        with strategy.scope():
-            return stack(lambda self, x: again(keras.remat, self, x))
+        given = keras.Input((6,), dtype="int32")
+        found = layers.Embedding(5, 8, mask_zero=True)(given)
+        for _ in range(2):
+            attention = layers.MultiHeadAttention(2, 4)
+            found = layers.Add()([found, attention(found, found)])
+        return keras.Model(given, layers.Dense(3)(found))
 
-    assert_alike(create)
+    found = []
+    for checkpointed in (False, True):
+        keras.utils.set_random_seed(0)
+        model = create()
+        if checkpointed:
+            tfmulti.checkpoint_activations(model, "multi*")
+        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=eager)
+        model.fit(words, np.ones((8, 6, 3)), epochs=2, shuffle=False, verbose=0)
+        found.append([*model.get_weights(), model.predict(words, verbose=0)])
+    assert max(np.abs(one - other).max() for one, other in zip(*found)) < 1e-12
 
 
 class Bounded(keras.Sequential):
@@ -245,6 +335,20 @@ class Tied(keras.Model):
             return self.last(self.block(found, weight=self.first.kernel))
         found, weight = self.block(found)
         return self.last(found @ ops.transpose(weight))
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_variable_of_tensorflow_is_an_argument_like_its_value(eager):
+    class OfValue(Tied):
+        def call(self, x):
+            return self.last(self.block(self.first(x), weight=self.first.kernel.value))
+
+    def create():
+        model = OfValue(False)
+        model.build((None, 8))
+        return model
+
+    assert_alike(create, eager)
 
 
 class _Given(layers.Layer):

@@ -541,6 +541,51 @@ class Taught(keras.Model):
         return logs
 
 
+def in_a_branch(slow, fast, assign):
+    tf.cond(tf.reduce_sum(fast.value) != 0, lambda: (assign(slow, fast), True)[1], lambda: False)
+
+
+def and_read(slow, fast):
+    slow.assign(2.0 * fast.value)
+    fast.assign(0.4 * slow.value)
+
+
+ASSIGNED = {
+    "a weight": lambda slow, fast: slow.assign(fast),
+    "a weight in a branch": lambda *both: in_a_branch(*both, lambda slow, fast: slow.assign(fast)),
+    "and read in a branch": lambda *both: in_a_branch(*both, and_read),
+    "in a loop": lambda slow, fast: tf.map_fn(
+        lambda number: (slow.assign_add(0.1 * fast), number)[1], tf.range(3)
+    ),
+    "by its value": lambda slow, fast: slow.value.assign(fast.value),
+}
+
+
+class Assigning(Taught):
+    """A step that assigns one kernel of the teacher."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def train_step(self, data):
+        logs = keras.Model.train_step(self, data)
+        ASSIGNED[self.way](self.teacher.layers[0].kernel, self.student.layers[0].kernel)
+        return logs
+
+
+def assigned(strategy, folder, name):
+    """What steps assign in several ways: the difference to copies, or what is told."""
+    strategy.verify, seen = "never", {}
+    for way in ASSIGNED:
+        create = functools.partial(Assigning, way)
+        copies, sharded = (build(strategy, create, shard=each) for each in (None, "parameters"))
+        fit(copies, epochs=2)
+        told = cases.message_of(lambda model=sharded: fit(model, epochs=2))
+        seen[way] = apart(copies, sharded) if told == "nothing" else told
+    return seen
+
+
 def kept(strategy, folder, name):
     """Values that were gathered, then changed by steps or by a file, and are read again."""
     strategy.verify, models, told = "never", [], []
@@ -857,6 +902,7 @@ CASES = {
     "no room": no_room,
     "skips": skips,
     "unfrozen": unfrozen,
+    "assigned": assigned,
     "kept": kept,
     "life": life,
     "loaded": loaded,

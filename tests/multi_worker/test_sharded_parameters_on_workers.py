@@ -29,7 +29,7 @@ def fast_fixture(over_the_ring):
 @pytest.fixture(scope="module", name="slow")
 def slow_fixture(run_cases, tmp_path_factory):
     names = (*SLOW, "loaded", "swapped", "settings", "two optimizers", "skips")
-    names += ("swapped to evaluate", "unfrozen", "kept", "evaluated first")
+    names += ("swapped to evaluate", "unfrozen", "kept", "assigned", "evaluated first")
     names += ("evaluated by another", "finalized", "in time", "no room")
     options = ["--mpi"] if cases.MPIEXEC.exists() else []
     return run_cases(tmp_path_factory.mktemp("sharded"), names, options=options)
@@ -39,6 +39,19 @@ def slow_fixture(run_cases, tmp_path_factory):
 def life_fixture(run_cases, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
     return folder, run_cases(folder, ["life"])
+
+
+def assert_assigned(seen):
+    assert max(seen["a weight"], seen["a weight in a branch"]) < 1e-6
+    assert "cannot be read in the branch that has assigned it" in seen["and read in a branch"]
+    assert "cannot be assigned in a loop" in seen["in a loop"]
+    assert "`weight.value` is a tensor. Received: `train_step`" in seen["by its value"]
+
+
+@pytest.mark.slow
+def test_a_step_assigns_a_weight_as_with_copies_or_is_told(slow):
+    for each in slow:
+        assert_assigned(each["assigned"])
 
 
 def assert_alike(seen, name):
@@ -68,11 +81,13 @@ def test_norms_in_an_update_of_several_steps_and_assigned_weights_over_the_ring(
     run_cases, tmp_path
 ):
     names = ["accumulation", "spectral"]
-    seen = run_cases(tmp_path, [*names, "kept"])
+    seen = run_cases(tmp_path, [*names, "kept", "assigned"])
     for name in names:
         assert_alike(seen, name)
     # Only its owner reads a weight that a step assigns to itself.
     assert max(each["kept"]["stepped"] for each in seen) < 1e-6
+    for each in seen:
+        assert_assigned(each["assigned"])
 
 
 @pytest.mark.slow

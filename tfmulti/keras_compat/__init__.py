@@ -87,9 +87,10 @@ from tfmulti.keras_compat.streams import (
     source_tensors,
 )
 from tfmulti.keras_compat.table import (
-    TABLE, check_versions, install, install_for_custom_gradients, installed_versions,
+    TABLE, check_versions, install, install_for_repeated_calls, installed_versions,
 )
 from tfmulti.keras_compat.tracing import (
-    has_built_layers, is_built, is_differentiating_forward, is_recorded, is_taping, noting_unbuilt,
+    has_built_layers, is_built, is_differentiating_forward, is_loop, is_recorded, is_taping,
+    noting_unbuilt,
     tensors_read_after, tensors_read_from_before, unbuilt_layers, unbuilt_metrics, without_rows,
 )

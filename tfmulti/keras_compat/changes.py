@@ -74,7 +74,7 @@ class EagerRun:
         creates = kind == "AssignVariableOp" and tensors and tensors[0]._id >= self._first
         if calls.is_unrepeatable(kind) and not creates:
             self.unrepeatable.append(kind)
-        self.older += [x for x in older if tracing.is_recorded([x])]
+        self.older += [x for x in older if x.dtype.is_floating and tracing.is_recorded([x])]
 
 
 @contextlib.contextmanager

@@ -50,7 +50,7 @@ class RecordingScope(keras.StatelessScope):
                 "cannot read a weight in a layer that runs again for gradients, or in a pipeline: "
                 f"the weight would lose its gradient. Received: {self._reads_refused_in}, which "
                 f"reads {variable.path}. Read it before the function and pass it as an argument, "
-                "use `keras.remat` in a strategy's scope, or leave the layer out."
+                "use `keras.remat`, or leave the layer out."
             )
         return value
 
@@ -99,6 +99,11 @@ def is_recording() -> bool:
 def while_recording(*_, **__) -> bool:
     """In a call that runs again for gradients, or in a stage of a pipeline."""
     return is_recording()
+
+
+def while_a_strategy_exists_or_recording(*_, **__) -> bool:
+    """While one of our strategies exists, and in a call that runs again for gradients."""
+    return replacement.while_a_strategy_exists() or is_recording()
 
 
 def is_updated(variable: keras.Variable) -> bool:

@@ -68,10 +68,14 @@ from tfmulti.keras_compat import table_inside_steps, table_outside_steps
 TABLE = (*table_inside_steps.ENTRIES, *table_outside_steps.ENTRIES)
 
 
-def install_for_custom_gradients() -> None:
-    """Installs what layers that run again for gradients need, also without a strategy."""
-    for entry in table_inside_steps.OF_CUSTOM_GRADIENTS:
-        entry.install({})
+def install_for_repeated_calls(recompute: Callable) -> None:
+    """Installs what layers that run again for gradients need, also without a strategy.
+
+    Args:
+        recompute: See `around_remat`.
+    """
+    for entry in (*table_inside_steps.OF_CUSTOM_GRADIENTS, *table_outside_steps.REMAT):
+        entry.install({"recompute": recompute})
 
 
 def install(**functions: Callable) -> None:

@@ -248,13 +248,13 @@ _DATA = (
 
 _CREATED_OPS = "training that reuses traces and outputs of verification"
 _REDUCES = "no way to compute one device's result on each replica, to verify a step"
-_REMAT = (
+REMAT = (
     Replacement(
         keras_core,
         "remat",
         recording.around_remat,
         # A layer may wrap its call before the scope is entered; the call itself looks for it.
-        replacement.while_a_strategy_exists,
+        recording.while_a_strategy_exists_or_recording,
         "other random numbers of dropout in the second run, and statistics that are updated twice",
         "test_canary_keras_computes_activations_from_another_state",
         ("recompute",),
@@ -336,7 +336,7 @@ ENTRIES = (
     *_CALLS,
     *_AVERAGES,
     *_DATA,
-    *_REMAT,
+    *REMAT,
     *_SERVERS,
     *_FOR_A_TIME,
 )

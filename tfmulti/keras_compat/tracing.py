@@ -13,6 +13,7 @@ from keras.src import backend as keras_backend
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.distribute import values as distributed_values
 from tensorflow.python.eager import forwardprop_util
+from tensorflow.python.ops import control_flow_v2_func_graphs
 
 from tfmulti import marks
 from tfmulti.keras_compat.held import num_moves
@@ -359,6 +360,12 @@ def is_recorded(tensors: list[tf.Tensor]) -> bool:
 def is_differentiating_forward() -> bool:
     """Whether this thread is in a `tf.autodiff.ForwardAccumulator`."""
     return bool(forwardprop_util.pack_tangents([]).indices)
+
+
+def is_loop(graph: tf.Graph) -> bool:
+    """Whether a graph is the condition or the body of a loop."""
+    kinds = control_flow_v2_func_graphs
+    return isinstance(graph, (kinds.WhileBodyFuncGraph, kinds.WhileCondFuncGraph))
 
 
 def is_taping() -> bool:

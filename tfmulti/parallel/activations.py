@@ -129,7 +129,7 @@ def recomputed(
         RuntimeError: When it is called, if a second run would differ from the first: the call draws
             random numbers from a state that is not Keras's, or assigns to a `tf.Variable`.
     """
-    keras_compat.install_for_custom_gradients()
+    keras_compat.install_for_repeated_calls(recomputed)
     known = repeatable.Known()
 
     @functools.wraps(call)

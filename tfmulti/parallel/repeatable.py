@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
 
 import tensorflow as tf
 
 from tfmulti import keras_compat
+from tfmulti.step import assignments
 
 
 class Known:
@@ -111,21 +111,10 @@ def refuse_assigned(sharded) -> None:
         )
 
 
-@contextlib.contextmanager
-def explaining_values(name: str) -> Iterator[None]:
-    """Raises RuntimeError where a call takes a weight's `value`, a tensor, for a variable.
-
-    Args:
-        name: The name of the call's layer.
-    """
-    try:
-        yield
-    except AttributeError as error:
-        if not (isinstance(error.obj, tf.Tensor) and hasattr(tf.Variable, error.name or "")):
-            raise
-        raise RuntimeError(
-            "In a layer that runs again for gradients, as its activations are checkpointed or its "
-            f"weights are sharded, `weight.value` is a tensor. Received: {name}, which uses "
-            f"`.{error.name}` of one. Use `weight.assign(...)`, with `keras.ops.scatter_update` "
-            "for some elements, or leave the layer out."
-        ) from error
+def explaining_values(name: str) -> contextlib.AbstractContextManager[None]:
+    """Explains where the call of a layer of that name takes a weight's `value` for a variable."""
+    return assignments.explaining_values(
+        name,
+        "In a layer that runs again for gradients, as its activations are checkpointed or its "
+        "weights are sharded,",
+    )

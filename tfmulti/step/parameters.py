@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology
 from tfmulti.runtime.scoped import Scoped
-from tfmulti.step import apply, owners, slots
+from tfmulti.step import apply, assignments, owners, slots
 from tfmulti.step.rows import current_replica_batch, in_graph_of_step
 
 LARGE_BYTES = 2**14
@@ -35,6 +35,7 @@ class ShardedParameter(keras_compat.HeldVariable):
         counters: The variables that count the updates of the optimizers that update it. The
             optimizers themselves, with their slots, would stay in memory as long as the weight.
         own_counter: What counts the runs of steps that assign it by themselves, or None.
+        assigned_in: The graphs of branches that assign it, or None.
         reads: A weak reference to the latest step that reads it, and how often that step does.
         unreduced: Whether its latest gradient is still to be added over workers.
         stages: The number of stages of the pipeline that contains it, or None. Only its stage
@@ -42,7 +43,7 @@ class ShardedParameter(keras_compat.HeldVariable):
             that of the first copy.
     """
 
-    reads, unreduced, stages, own_counter = (None, 0), False, None, None
+    reads, unreduced, stages, own_counter, assigned_in = (None, 0), False, None, None, None
 
     @property
     def has_whole(self) -> bool:
@@ -60,6 +61,7 @@ class ShardedParameter(keras_compat.HeldVariable):
             )
         if in_replica():
             note_read(self)
+            assignments.refuse_stale_read(self)
             with in_graph_of_step():
                 return gather(self, self.held())
         if not tf.executing_eagerly():
@@ -73,6 +75,9 @@ class ShardedParameter(keras_compat.HeldVariable):
 
     def assign(self, value):
         """Assigns the whole value on the owner; the other workers keep it in a file."""
+        if not keras_compat.are_held_values():
+            value = assignments.value_to_assign(value)
+            assignments.note_assigned(self)
         if self.is_here or keras_compat.in_stateless_scope():
             super().assign(value)
         elif not keras_compat.are_held_values():

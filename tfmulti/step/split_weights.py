@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat, topology
-from tfmulti.step import owners, parameters, slots
+from tfmulti.step import assignments, owners, parameters, slots
 from tfmulti.step.rows import in_graph_of_step
 
 # Optimizers whose update of an element reads no other element.
@@ -118,6 +118,7 @@ class SplitParameter(parameters.ShardedParameter):
         """Returns the whole value; in a step a collective, with a gradient."""
         if not parameters.in_replica():
             return super().whole()
+        assignments.refuse_stale_read(self)
         with in_graph_of_step():
             return _gather(self)
 
@@ -125,6 +126,8 @@ class SplitParameter(parameters.ShardedParameter):
         """Assigns the whole value; each worker keeps its part."""
         if keras_compat.in_stateless_scope():
             return keras.Variable.assign(self, value)
+        value = assignments.value_to_assign(value)
+        assignments.note_assigned(self)
         _assign(self, value, self.parameters.values)
         return value
 

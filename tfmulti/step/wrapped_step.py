@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology
-from tfmulti.step import local_steps
+from tfmulti.step import assignments, local_steps
 from tfmulti.step import logs as logs_lib
 from tfmulti.step import rows as rows_lib
 from tfmulti.step.rows import ReplicaBatch, as_current
@@ -53,7 +53,7 @@ def wrap_step(fn, kind: str, model: keras.Model | None):
         if replica_batch.may_be_empty:
             on_gpus = topology.on_gpus(tf.distribute.get_strategy())
             data = rows_lib.fill_if_empty(data, of_ones=on_gpus)
-        with as_current(replica_batch):
+        with as_current(replica_batch), _explaining_values(model, kind):
             return (
                 _predict(fn, data, replica_batch)
                 if kind == "predict"
@@ -61,6 +61,12 @@ def wrap_step(fn, kind: str, model: keras.Model | None):
             )
 
     return step
+
+
+def _explaining_values(model, kind):
+    if not any(isinstance(v, keras_compat.HeldVariable) for v in getattr(model, "variables", ())):
+        return contextlib.nullcontext()
+    return assignments.explaining_values(f"`{kind}_step`", "Of a sharded or split weight")
 
 
 def _has_custom_test_step(model) -> bool:
