@@ -16,6 +16,7 @@ from keras import layers
 from tensorflow.python.eager import context
 
 import tfmulti
+from tfmulti import keras_compat
 
 sys.path.append(str(Path(__file__).parent / "multi_worker"))
 
@@ -270,6 +271,27 @@ class Adding(layers.Layer):
 @pytest.mark.slow
 def test_losses_of_rows_that_a_layer_adds_are_added_up():
     assert_exact({"model": lambda: worker.chain(layers.Dense(8), Adding(), layers.Dense(8))})
+
+
+class CountingInBranch(layers.Layer):
+    def build(self, shape):
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, inputs):
+        assign = lambda: (self.count.assign_add(1.0), True)[1]
+        tf.cond(tf.reduce_sum(inputs) > -1e9, assign, lambda: False)
+        return inputs
+
+
+@pytest.mark.slow
+def test_a_layer_that_assigns_a_variable_in_a_branch_is_refused():
+    case = {"model": lambda: worker.chain(layers.Dense(8), CountingInBranch(), layers.Dense(8))}
+    told = r"cannot assign a variable in a branch.* Received: \S+/variable"
+    with pytest.raises(ValueError, match=f"3 micro-batches.*{told}"):
+        fit(create(case, DEVICES), case)
+    # Without verification the step itself tells it.
+    with pytest.raises(keras_compat.AssignsInInnerGraph, match=told):
+        fit(create(case, DEVICES, micro_batches=1), case)
 
 
 @pytest.mark.slow

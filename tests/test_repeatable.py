@@ -1,6 +1,8 @@
 """What layers may do that run again for gradients, and what they are told instead."""
 
 import contextlib
+import sys
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -9,6 +11,10 @@ import tensorflow as tf
 from keras import layers, ops
 
 import tfmulti
+
+sys.path.append(str(Path(__file__).parent / "multi_worker"))
+
+from recurrent import DroppingCell
 
 RANDOM = np.random.default_rng(0)
 X, Y = RANDOM.normal(size=(32, 8)), RANDOM.normal(size=(32, 3))
@@ -236,25 +242,11 @@ def test_derivatives_in_forward_mode_go_through_blocks(eager):
     assert_alike(create, eager)
 
 
-class Cell(layers.Layer):
-    def __init__(self):
-        super().__init__()
-        self.state_size = self.output_size = 8
-        self.dense, self.dropout = layers.Dense(8, "tanh"), layers.Dropout(0.3)
-
-    def build(self, shape):
-        self.dense.build((None, shape[-1] + 8))
-        super().build(shape)
-
-    def call(self, x, states, training=False):
-        found = self.dense(ops.concatenate([x, states[0]], -1))
-        found = self.dropout(found, training=training)
-        return found, [found]
-
-
 def of_cell():
     reshape = layers.Reshape((2, 4))
-    return keras.Sequential([keras.Input((8,)), reshape, layers.RNN(Cell()), layers.Dense(3)])
+    return keras.Sequential(
+        [keras.Input((8,)), reshape, layers.RNN(DroppingCell(8)), layers.Dense(3)]
+    )
 
 
 def in_branches(self, x):

@@ -19,6 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from comparison import apart, usual_loss
+from recurrent import DroppingCell
 from sharded_state_worker import OWN_METHODS, with_own
 
 import tfmulti
@@ -258,24 +259,6 @@ class Rescaled(layers.Layer):
         return self.inner(x)
 
 
-class Cell(layers.Layer):
-    """Draws, and so assigns a seed, in each step of the loop of `RNN`."""
-
-    def __init__(self):
-        super().__init__()
-        self.state_size = self.output_size = 64
-        self.dense, self.dropout = layers.Dense(64, activation="tanh"), layers.Dropout(0.3)
-
-    def build(self, shape):
-        self.dense.build((None, shape[-1] + 64))
-        super().build(shape)
-
-    def call(self, x, states, training=False):
-        found = self.dense(ops.concatenate([x, states[0]], -1))
-        found = self.dropout(found, training=training)
-        return found, [found]
-
-
 class Private(keras.Model):
     """A step that bounds the gradient of each row, where workers have different numbers of rows."""
 
@@ -323,7 +306,7 @@ MODELS = {
     "checkpointed_lstm": checkpointed_lstm,
     "clipping": Clipping,
     "gradients of rows": Private,
-    "cell": lambda: tokens(layers.RNN(Cell())),
+    "cell": lambda: tokens(layers.RNN(DroppingCell(64))),
 }
 COMPARED = (*OPTIMIZERS, *MODELS)
 OF_TOKENS = ("tied", "table", "cell", "lstm", "checkpointed_lstm", "bidirectional")

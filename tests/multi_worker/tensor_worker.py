@@ -186,6 +186,25 @@ class Unreduced(keras.Model):
         return {"loss": loss}
 
 
+class Assigning(keras.Model):
+    """A step that assigns weights: a computed value, and another weight."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        wide, back = (self.get_layer(name).kernel for name in ("wide", "back"))
+        wide.assign(0.9 * wide.value)
+        back.assign_sub(0.1 * back)
+        back.assign(back)
+        return logs
+
+
+class AssigningInLoop(keras.Model):
+    def train_step(self, data):
+        wide = self.get_layer("wide").kernel
+        tf.map_fn(lambda number: (wide.assign(0.9 * wide.value), number)[1], tf.range(3))
+        return super().train_step(data)
+
+
 def stepping(kind):
     model = mlp()
     return kind(model.inputs, model.outputs)
@@ -335,6 +354,7 @@ TRAINED = {
     "several steps": {"model": mlp, "layout": PAIR, "compile": {"steps_per_execution": 2}},
     "own step": {"model": lambda: stepping(CustomStep), "layout": PAIR},
     "unreduced": {"model": lambda: stepping(Unreduced), "layout": PAIR},
+    "assigned": {"model": lambda: stepping(Assigning), "layout": PAIR},
     "second derivatives": {"model": lambda: stepping(Penalized), "layout": PAIR},
     "recomputed": {
         "model": lambda: tfmulti.checkpoint_activations(mlp(), ["wide", "back"]),
@@ -450,6 +470,7 @@ def refusals(strategy, folder, name):
         "narrow": needs(lambda: mlp(layers.Dense(1, name="wide")), layout={"wide": "column"}),
         "twice": needs(lambda: tfmulti.tensor_parallel(mlp(), PAIR)),
         "not sharded": needs(mlp, optimizer="sgd"),
+        "in a loop": needs(lambda: stepping(AssigningInLoop)),
         "lamb": needs(mlp, optimizer=sharded(optimizers.Lamb)),
         "pipeline": cases.message_of(cut),
         "of a pipeline": cases.message_of(of_a_pipeline),

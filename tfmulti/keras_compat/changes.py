@@ -27,15 +27,14 @@ def noting_changes(own, known) -> Iterator[list[str]]:
     paths = {id(part.handle): path_of(each) for each in others for part in _parts_of(each)}
 
     def observe(op_type, inputs, name):
-        kind = op_type.decode() if isinstance(op_type, bytes) else op_type
         if calls.COMMUNICATION in (name or ""):
             return
-        if calls.assigns(kind) or calls.advances(kind):
+        if calls.assigns(op_type) or calls.advances(op_type):
             handle = id(calls.given_from_outside(inputs[0]))
             if handle not in may:
-                found.append(paths.get(handle, f"a variable of its own ({kind})"))
-        elif randomness.is_random(kind) and calls.is_unrepeatable(kind):
-            found.append(f"TensorFlow's random state ({kind})")
+                found.append(paths.get(handle, f"a variable of its own ({op_type})"))
+        elif randomness.is_random(op_type) and calls.is_unrepeatable(op_type):
+            found.append(f"TensorFlow's random state ({op_type})")
 
     with replaced_ops.observed_ops(observe):
         yield found
@@ -63,7 +62,6 @@ class EagerRun:
 
     def observe(self, op_type, inputs, name):
         """Notes an op that runs, or that is created in a function that the call traces."""
-        kind = op_type.decode() if isinstance(op_type, bytes) else op_type
         # An op that runs has no name.
         if calls.COMMUNICATION in (name or tf.get_current_name_scope()):
             return
@@ -71,9 +69,9 @@ class EagerRun:
         tensors = [x for x in flat if isinstance(x, tf.__internal__.EagerTensor)]
         older = [x for x in tensors if x._id < self._first and id(x) not in self._given]
         # A variable that the call creates has a first value.
-        creates = kind == "AssignVariableOp" and tensors and tensors[0]._id >= self._first
-        if calls.is_unrepeatable(kind) and not creates:
-            self.unrepeatable.append(kind)
+        creates = op_type == "AssignVariableOp" and tensors and tensors[0]._id >= self._first
+        if calls.is_unrepeatable(op_type) and not creates:
+            self.unrepeatable.append(op_type)
         self.older += [x for x in older if x.dtype.is_floating and tracing.is_recorded([x])]
 
 

@@ -84,10 +84,15 @@ def _keep(*_, **__):
     return None
 
 
+def _as_text(op_type: str | bytes) -> str:
+    return op_type.decode() if isinstance(op_type, bytes) else op_type
+
+
 def _on_created(op_type, inputs, attrs, outputs, op_name=None, graph=None):
     scope = _SCOPE.value
     if graph is None or scope is None:
         return None
+    op_type = _as_text(op_type)
     if scope.observe is not None:
         scope.observe(op_type, inputs, op_name)
     return scope.replace(op_type, inputs, outputs, op_name, eager=False)
@@ -119,8 +124,7 @@ def _around_execute(original):
     @functools.wraps(original)
     def run(op_name, num_outputs, inputs, attrs, ctx, name=None):
         outputs = original(op_name, num_outputs, inputs, attrs, ctx, name)
-        op_type = op_name.decode() if isinstance(op_name, bytes) else op_name
-        return _on_run(op_type, inputs, outputs)
+        return _on_run(_as_text(op_name), inputs, outputs)
 
     return run
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import keras
 import tensorflow as tf
@@ -63,17 +63,21 @@ def _graphs_within_step() -> list[tf.Graph]:
 
 
 @contextlib.contextmanager
-def explaining_values(where: str, reason: str) -> Iterator[None]:
+def explaining_values(
+    where: str, reason: str, applies: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
     """Raises RuntimeError where code takes a weight's `value`, a tensor, for a variable.
 
     Args:
         where: The name of the layer, or what a step is called.
         reason: Why the value is a tensor there.
+        applies: Whether it may be one; called if code failed so.
     """
     try:
         yield
     except AttributeError as error:
-        if not (isinstance(error.obj, tf.Tensor) and hasattr(tf.Variable, error.name or "")):
+        of_tensor = isinstance(error.obj, tf.Tensor) and hasattr(tf.Variable, error.name or "")
+        if not (of_tensor and applies()):
             raise
         raise RuntimeError(
             f"{reason} `weight.value` is a tensor. Received: {where}, which uses `.{error.name}` "

@@ -64,9 +64,13 @@ def wrap_step(fn, kind: str, model: keras.Model | None):
 
 
 def _explaining_values(model, kind):
-    if not any(isinstance(v, keras_compat.HeldVariable) for v in getattr(model, "variables", ())):
-        return contextlib.nullcontext()
-    return assignments.explaining_values(f"`{kind}_step`", "Of a sharded or split weight")
+    def holds_parts():
+        return any(
+            isinstance(v, keras_compat.HeldVariable) for v in getattr(model, "variables", ())
+        )
+
+    reason = "Of a sharded or split weight"
+    return assignments.explaining_values(f"`{kind}_step`", reason, holds_parts)
 
 
 def _has_custom_test_step(model) -> bool:
