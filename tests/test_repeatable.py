@@ -51,6 +51,8 @@ def stack(call):
 
 
 def trained(create, checkpointed, eager=False):
+    # Else Keras 3.12 goes on with the seeds of what was drawn before.
+    keras.utils.clear_session()
     keras.utils.set_random_seed(0)
     model = create()
     if checkpointed:
