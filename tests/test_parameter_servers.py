@@ -1607,9 +1607,14 @@ def test_a_killed_worker_is_restarted_alone(run_job, tmp_path):
 def test_a_job_goes_on_without_a_worker(run_job):
     code = """
         if kind == "worker" and index == 1:
-            (here / "gone").touch()
+            (here / "pid").write_text(str(os.getpid()))
+            (here / "goes").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        wait_for("gone")
+        wait_for("goes")
+        killed = (here / "pid").read_text()
+        # Until the launcher has noticed it: else the job may end before.
+        while os.path.exists(f"/proc/{killed}"):
+            time.sleep(0.01)
     """
     done = run_job(code)
     assert done.returncode == 0 and "worker 1 was ended by SIGKILL" in done.stderr
